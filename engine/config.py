@@ -1,0 +1,141 @@
+"""What a model is, and how an engine runs it. Frozen; facts derived from them live elsewhere."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """The frequency scaling of llama 3.1 (section 3.4.1 of "The Llama 3 Herd of Models", and its released code)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by `factor` (Chen et al., 2023, "Extending Context Window ... via Positional Interpolation")."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the feed-forward."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    """Width of one expert."""
+    renormalize: bool
+    """Whether the gates of the chosen experts are rescaled to sum to 1 (Mixtral yes, Grok-1 no)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The one decoder's parameters. Raises `ConfigError` where they contradict each other."""
+
+    family: str
+    """Name of the family whose weight map applies, e.g. "llama"."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    """Positions the model was trained for: the upper limit of the context length."""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    activation: Activation = "silu"
+    gated: bool = True
+    """down(act(gate(x)) * up(x)) where true, down(act(up(x))) where false."""
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k, before RoPE (qwen3)."""
+    post_norms: bool = False
+    """Further norms after attention and after the feed-forward, before the residual is added (Grok-1)."""
+    tie_embeddings: bool = False
+    layer_windows: tuple[int | None, ...] | None = None
+    """Sliding window of each layer (position i sees j with i - window < j <= i); None: the layer sees everything.
+    The field itself None: no layer has a window."""
+    attention_scale: float | None = None
+    """Multiplies q·k; None: 1 / sqrt(head_size)."""
+    attention_softcap: float | None = None
+    """c: attention logits become c * tanh(x / c)."""
+    embedding_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+    """Multiplies the logits."""
+    moe: MoEConfig | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size hidden_size num_layers num_heads num_kv_heads head_size intermediate_size "
+            "max_position_embeddings"
+        ).split():
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads: the first number must be a "
+                "multiple of the second"
+            )
+        if self.head_size % 2:
+            raise ConfigError(f"head_size is {self.head_size}; RoPE rotates pairs, so it must be even")
+        if self.layer_windows is not None and len(self.layer_windows) != self.num_layers:
+            raise ConfigError(f"layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs a model. Raises `ConfigError` naming the field that cannot work."""
+
+    num_slots: int = 8
+    """Requests that can run at once: rows of the largest decode program."""
+    max_model_len: int | None = None
+    """Context length in tokens; None: the model's `max_position_embeddings`."""
+    prefill_buckets: tuple[int, ...] = (32, 128, 512)
+    """Padded prompt-chunk lengths, ascending. A prompt above the largest is prefilled in chunks of it."""
+    context_bucket_min: int = 256
+    """Smallest context bucket of attention; the others double up to `max_model_len`."""
+    max_queue_len: int = 256
+    """Requests that may wait for a slot; one more is refused with `QueueFullError`."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens that may wait; None: no limit beside `max_queue_len`."""
+    activation_dtype: DType = "float32"
+    weight_dtype: DType = "float32"
+    cache_dtype: DType | None = None
+    """None: that of the activations."""
+    batch_invariant: bool = False
+    """One program shape per kind and reductions over blocks of one size, so that a request's tokens are exactly the
+    same whatever else runs. Slower: every decode step computes all slots over the whole context."""
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1:
+            raise ConfigError(f"num_slots is {self.num_slots}; expected at least 1")
+        if not self.prefill_buckets or list(self.prefill_buckets) != sorted(set(self.prefill_buckets)):
+            raise ConfigError(f"prefill_buckets is {list(self.prefill_buckets)}; expected ascending lengths, at least one")
+        if self.prefill_buckets[0] < 1:
+            raise ConfigError(f"prefill_buckets starts with {self.prefill_buckets[0]}; expected at least 1")
+        if self.context_bucket_min < 1:
+            raise ConfigError(f"context_bucket_min is {self.context_bucket_min}; expected at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; expected at least 2 (one prompt token, one new)")
+        if self.max_queue_len < 1:
+            raise ConfigError(f"max_queue_len is {self.max_queue_len}; expected at least 1")
+        if self.max_queued_tokens is not None and self.max_queued_tokens < 1:
+            raise ConfigError(f"max_queued_tokens is {self.max_queued_tokens}; expected at least 1, or null for no limit")

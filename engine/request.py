@@ -1,0 +1,166 @@
+"""Requests as the host side sees them: token ids in, token ids out. No JAX, no text."""
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+"""The most alternatives a request may ask for at each position."""
+
+MAX_STOP_TOKEN_IDS = 16
+"""The most additional stop tokens of one request (they are checked on the device)."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    The order is that of the Grok-1 release: temperature first, then top-k, top-p and min-p, each on the
+    distribution that the one before it left (renormalised).
+
+    Raises `InvalidRequestError` naming the parameter that is out of range.
+    """
+
+    max_tokens: int = 16
+    """The most tokens to generate, at least 1."""
+    temperature: float = 1.0
+    """0 is greedy; otherwise the logits are divided by it."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this, in (0, 1]. 1 keeps all."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
+    seed: int = 0
+    """With the position it alone decides the request's randomness. Any 64-bit unsigned integer."""
+    ignore_eos: bool = False
+    """Generate past the model's end-of-sequence tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further token ids that end the request (the token itself is returned as the last one)."""
+    logprobs: int | None = None
+    """None: no log-probabilities. n: that of the chosen token, and the n most likely alternatives."""
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; expected {expected}", name)
+
+        check(self.max_tokens >= 1, "max_tokens", "an integer of at least 1")
+        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "a number in [0, 100]")
+        check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
+        check(0 <= self.top_k < 2**31, "top_k", "0 (off) or a positive integer")
+        check(math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
+        check(0 <= self.seed < 2**64, "seed", "an integer in [0, 2**64)")
+        check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids"
+        )
+        check(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"an integer in [0, {MAX_LOGPROBS}]"
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its sampling parameters."""
+
+    request_id: str
+    """Unique among the requests that are in the engine."""
+    prompt_token_ids: tuple[int, ...]
+    """At least one token."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token, or (set by the serving layer) a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the context length was reached."""
+    ABORTED = "aborted"
+    """Cancelled by `Engine.abort`."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities at one position, of the model's distribution (before temperature)."""
+
+    logprob: float
+    """Of the chosen token."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability) of the most likely tokens, best first; as many as the request asked for."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to one request. All tokens of a step come in one output."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The new tokens, oldest first; may be empty in the last output of an aborted request."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each new token, where the request asked for them."""
+    finish_reason: FinishReason | None = None
+    """None while the request goes on."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters (since start) and gauges (now) of one engine."""
+
+    num_running: int = 0
+    """Requests that hold a slot."""
+    num_waiting: int = 0
+    """Requests in the queue."""
+    num_slots: int = 0
+    cache_usage: float = 0.0
+    """Share of cache positions in use, 0 to 1."""
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed."""
+    num_padding_tokens: int = 0
+    """Prefill positions computed for nothing (bucket minus tokens)."""
+    num_generated_tokens: int = 0
+    num_compilations_since_warm_up: int = 0
+
+
+class EngineProtocol(Protocol):
+    """What the serving layer needs of an engine. All calls come from one thread.
+
+    `engine.engine.Engine` is the real one; tests drive the serving layer with a fake that is computable by hand.
+    """
+
+    @property
+    def max_model_len(self) -> int:
+        """The context length: prompt plus generated tokens, in tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises `InvalidRequestError` where it could never run, `QueueFullError` where the queue is full.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its slot is free from the next step on. Unknown ids are no error (it may just have ended)."""
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Runs one step and returns what it added to each request (an aborted one gets a last, empty output)."""
+
+    def warm_up(self) -> None:
+        """Compiles every program. After it nothing compiles."""
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges."""
