@@ -1,0 +1,178 @@
+"""The one decoder, parameterised by a `ModelConfig`.
+
+Letters: B sequences, T tokens of each, D model, H query heads, K KV heads, N head size, V vocabulary, L layers.
+Activations are feature-major, `[D, B * T]`.
+"""
+
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from engine.config import ModelConfig
+from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, write_and_attend
+from engine.models.layers import FeedForward, Linear, Norm, rope_frequencies, rotate
+from engine.sharding import num_cache_heads
+
+Params = dict[str, dict[str, jax.Array]]
+
+
+class _Batch(NamedTuple):
+    """What every layer needs beside the activations."""
+
+    layout: BatchLayout
+    num_blocks: Array | int
+
+
+class Attention(hk.Module):
+    """Grouped-query attention (Ainslie et al., 2023) over the paged cache."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, name: str) -> None:
+        super().__init__(name)
+        self._config, self._dtype, self._mesh = config, dtype, mesh
+
+    def __call__(
+        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: Int[Array, ""], window: Int[Array, ""]
+    ) -> tuple[Float[Array, "D BT"], KVCache]:
+        c = self._config
+
+        def heads(name: str, count: int) -> Float[Array, "heads N BT"]:
+            return Linear(count * c.head_size, c.qkv_bias, self._dtype, name)(x).reshape(count, c.head_size, -1)
+
+        q, k, v = heads("q", c.num_heads), heads("k", c.num_kv_heads), heads("v", c.num_kv_heads)
+        if c.qk_norm:
+            q = Norm("rms", c.norm_eps, self._dtype, "q_norm", axis=1)(q)
+            k = Norm("rms", c.norm_eps, self._dtype, "k_norm", axis=1)(k)
+        positions, frequencies = batch.layout.positions.reshape(-1), rope_frequencies(c)
+        q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
+        repeat = num_cache_heads(c, self._mesh) // c.num_kv_heads
+        if repeat > 1:
+            k, v = jnp.repeat(k, repeat, axis=0), jnp.repeat(v, repeat, axis=0)
+        out, cache = write_and_attend(
+            q,
+            k,
+            v,
+            cache,
+            layer,
+            window,
+            batch.layout,
+            batch.num_blocks,
+            mesh=self._mesh,
+            scale=c.head_size**-0.5 if c.attention_scale is None else c.attention_scale,
+            softcap=c.attention_softcap,
+        )
+        out = out.reshape(c.num_heads * c.head_size, -1)
+        return Linear(c.hidden_size, c.attention_output_bias, self._dtype, "o")(out), cache
+
+
+class Block(hk.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, name: str) -> None:
+        super().__init__(name)
+        self._config, self._dtype, self._mesh = config, dtype, mesh
+
+    def __call__(
+        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: Int[Array, ""], window: Int[Array, ""]
+    ) -> tuple[Float[Array, "D BT"], KVCache]:
+        c = self._config
+
+        def norm(name: str) -> Norm:
+            return Norm(c.norm, c.norm_eps, self._dtype, name)
+
+        attention = Attention(c, self._dtype, self._mesh, "attention")
+        h, cache = attention(norm("attention_norm")(x), cache, batch, layer, window)
+        x = x + (norm("attention_post_norm")(h) if c.post_norms else h)
+        h = FeedForward(c, self._dtype, "ffn")(norm("ffn_norm")(x))
+        x = x + (norm("ffn_post_norm")(h) if c.post_norms else h)
+        return x, cache
+
+
+class Decoder:
+    """The decoder on a mesh as pure functions of (params, inputs).
+
+    `weight_dtype` is that of the parameters, `activation_dtype` that of the residual stream. Norms, RoPE, softmax and
+    logits are computed in float32.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, weight_dtype: str, activation_dtype: str) -> None:
+        self.config = config
+        self.mesh = mesh
+        self._weight_dtype = jnp.dtype(weight_dtype)
+        self._activation_dtype = jnp.dtype(activation_dtype)
+
+    def hidden(
+        self,
+        params: Params,
+        cache: KVCache,
+        tokens: Int[Array, "B T"],
+        layout: BatchLayout,
+        num_blocks: Int[Array, ""] | int,
+    ) -> tuple[Float[Array, "D BT"], KVCache]:
+        """Runs all layers: the normed hidden state of every token, and the cache with their keys and values."""
+        return hk.transform(self._hidden).apply(params, None, cache, tokens, layout, num_blocks)
+
+    def logits(self, params: Params, hidden: Float[Array, "D M"]) -> Float[Array, "V M"]:
+        """Float32 logits of hidden states."""
+        head = params["embed" if self.config.tie_embeddings else "lm_head"]["w"]
+        out = jax.lax.dot_general(
+            head, hidden.astype(head.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return out if self.config.output_multiplier == 1.0 else out * self.config.output_multiplier
+
+    def abstract_params(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+        """Shape and dtype of every parameter."""
+        return jax.eval_shape(self.init_params, jax.random.key(0))
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Random parameters (normal, standard deviation 0.02): for tests and benchmarks."""
+        num_heads = num_cache_heads(self.config, self.mesh)
+        pages, size = BLOCK_LEN // 16, self.config.head_size
+        data = self.mesh.shape["data"]
+        lead = (self.config.num_layers, pages * data, num_heads)
+        cache = KVCache(jnp.zeros((*lead, size, 16)), jnp.zeros((*lead, 16, size)))
+        ints = jnp.zeros((data, 1), jnp.int32)
+        layout = BatchLayout(jnp.zeros((data, pages), jnp.int32), ints, ints[:, 0])
+
+        def run() -> None:
+            self._hidden(cache, ints, layout, 1)
+            if not self.config.tie_embeddings:
+                with_head = Linear(self.config.vocab_size, False, self._weight_dtype, "lm_head")
+                with_head(jnp.zeros((self.config.hidden_size, 1), self._activation_dtype))
+
+        return hk.transform(run).init(key)
+
+    def _hidden(
+        self, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
+    ) -> tuple[Array, KVCache]:
+        c, dtype = self.config, self._weight_dtype
+        x = _Embedding(c, dtype, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
+        if c.embedding_multiplier != 1.0:
+            x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
+        batch = _Batch(layout, num_blocks)
+
+        def layer(carry: tuple[Array, KVCache], index: Array, window: Array) -> tuple[tuple[Array, KVCache], None]:
+            return Block(c, dtype, self.mesh, "block")(*carry, batch, index, window), None
+
+        windows = c.layer_windows or (None,) * c.num_layers
+        limits = np.array([np.iinfo(np.int32).max // 2 if w is None else w for w in windows], np.int32)
+        stack = hk.layer_stack(c.num_layers, with_per_layer_inputs=True, name="layers")
+        (x, cache), _ = stack(layer)((x, cache), jnp.arange(c.num_layers), jnp.asarray(limits))
+        return Norm(c.norm, c.norm_eps, dtype, "final_norm")(x), cache
+
+
+class _Embedding(hk.Module):
+    """Rows of the table `w` [V, D] as columns [D, T]."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, name: str) -> None:
+        super().__init__(name)
+        self._config, self._dtype = config, dtype
+
+    def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "D T"]:
+        init = hk.initializers.RandomNormal(0.02)
+        w = hk.get_parameter("w", (self._config.vocab_size, self._config.hidden_size), self._dtype, init)
+        return w[tokens].T

@@ -1,0 +1,102 @@
+"""How parameters, cache and activations lie on a (data, model) mesh.
+
+Rows of a batch go over `data`; heads, feed-forward width and vocabulary go over `model`. Weights are replicated over
+`data`. Every parameter path matches exactly one rule of `PARAM_RULES`; none or several is an error.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+
+DATA = "data"
+MODEL = "model"
+
+PARAM_RULES: tuple[tuple[str, P], ...] = (
+    # Leading axis of everything under layers/ is the layer.
+    (r"embed/w", P(MODEL, None)),
+    (r"lm_head/w", P(MODEL, None)),
+    (r"final_norm/(scale|bias)", P(None)),
+    (r"layers/block/(attention|ffn)(_post)?_norm/(scale|bias)", P(None, None)),
+    (r"layers/block/attention/(q|k)_norm/scale", P(None, None)),
+    (r"layers/block/attention/(q|k|v)/w", P(None, MODEL, None)),
+    (r"layers/block/attention/(q|k|v)/b", P(None, MODEL)),
+    (r"layers/block/attention/o/w", P(None, None, MODEL)),
+    (r"layers/block/attention/o/b", P(None, None)),
+    (r"layers/block/ffn/(gate|up)/w", P(None, MODEL, None)),
+    (r"layers/block/ffn/(gate|up)/b", P(None, MODEL)),
+    (r"layers/block/ffn/down/w", P(None, None, MODEL)),
+    (r"layers/block/ffn/down/b", P(None, None)),
+)
+"""(regular expression for the whole path, partition of the array)."""
+
+
+def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A (data, model) mesh over the first `data * model` devices.
+
+    Raises `ConfigError` where there are too few devices.
+    """
+    available = list(jax.devices() if devices is None else devices)
+    needed = data * model
+    if data < 1 or model < 1 or needed > len(available):
+        raise ConfigError(
+            f"mesh {data}x{model} (data x model) needs {needed} devices; {len(available)} "
+            f"{available[0].platform} device(s) are visible"
+        )
+    # The partitioner, not the program's types, places the intermediates.
+    return Mesh(np.array(available[:needed]).reshape(data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+
+
+def param_spec(path: str) -> P:
+    """The partition of the parameter at `path` ("layers/block/attention/q/w").
+
+    Raises `ConfigError` unless exactly one rule matches.
+    """
+    matches = [(pattern, spec) for pattern, spec in PARAM_RULES if re.fullmatch(pattern, path)]
+    if len(matches) != 1:
+        found = ", ".join(pattern for pattern, _ in matches) or "none"
+        raise ConfigError(f"parameter {path!r} must match exactly one sharding rule; it matches {found}")
+    return matches[0][1]
+
+
+def param_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """The sharding of the parameter at `path` on `mesh`.
+
+    A vocabulary that the model axis does not divide is kept whole on each device. Raises `ConfigError` where another
+    axis does not divide: `check_model_fits_mesh` says so with the shapes that would work.
+    """
+    spec = param_spec(path)
+    for size, axis in zip(shape, spec, strict=True):
+        if axis is not None and size % mesh.shape[axis]:
+            if path in ("embed/w", "lm_head/w"):
+                return NamedSharding(mesh, P(None, None))
+            raise ConfigError(f"{path}: an axis of {size} cannot be divided over {mesh.shape[axis]} devices ({axis})")
+    return NamedSharding(mesh, spec)
+
+
+def num_cache_heads(config: ModelConfig, mesh: Mesh) -> int:
+    """KV heads that the cache stores: K, or, where the model axis does not divide K, each head repeated so that it does.
+
+    The number is lcm(K, model axis): it divides the query heads, since both K and the model axis do.
+    """
+    return math.lcm(config.num_kv_heads, mesh.shape[MODEL])
+
+
+def check_model_fits_mesh(config: ModelConfig, mesh: Mesh) -> None:
+    """Raises `ConfigError` with both numbers, and the model axes that would work, where the mesh cannot split the model."""
+    model = mesh.shape[MODEL]
+    needs = {"query heads": config.num_heads}
+    if config.moe is None:
+        needs["feed-forward width"] = config.intermediate_size
+    bad = {name: size for name, size in needs.items() if size % model}
+    if bad:
+        fits = [m for m in range(1, 65) if all(size % m == 0 for size in needs.values())]
+        what = " and ".join(f"{size} {name}" for name, size in bad.items())
+        raise ConfigError(f"a model axis of {model} does not divide {what}; it can be {', '.join(map(str, fits))}")
