@@ -1,0 +1,134 @@
+"""Hugging Face checkpoints: `model.safetensors`, or shards listed in `model.safetensors.index.json`."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import CheckpointError
+from engine.weights.jsonfile import read_json_object
+from engine.weights.tensors import TensorInfo
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+"""The safetensors format's names of its element types."""
+
+
+class HFSource:
+    """A directory in the Hugging Face layout (a `TensorSource`).
+
+    Raises `CheckpointError` where it holds no safetensors, or the files are truncated, foreign or contradict the index.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory
+        self._tensors: dict[str, TensorInfo] = {}
+        self._shards: dict[Path, safe_open] = {}
+        with ExitStack() as stack:
+            for file, listed in _shard_files(directory).items():
+                self._open_shard(file, listed, stack)
+            self._stack = stack.pop_all()
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of all shards."""
+        return self._tensors
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; shape and dtype as in `tensors`."""
+        file = self._tensors[name].file
+        try:
+            return self._shards[file].get_tensor(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
+
+    def close(self) -> None:
+        """Closes the shards."""
+        self._shards.clear()
+        self._stack.close()
+
+    def _open_shard(self, file: Path, listed: frozenset[str] | None, stack: ExitStack) -> None:
+        try:
+            shard = stack.enter_context(safe_open(file, framework="numpy"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file}: missing, though {INDEX_FILE} lists it") from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file}: not a complete safetensors file ({error}); it may be truncated, or not be a safetensors file"
+            ) from error
+        names = frozenset(shard.keys())
+        if listed is not None and names != listed:
+            absent, unlisted = sorted(listed - names), sorted(names - listed)
+            if absent:
+                raise CheckpointError(f"{file}: lacks tensor {absent[0]!r}, which {INDEX_FILE} lists for it")
+            raise CheckpointError(f"{file}: holds tensor {unlisted[0]!r}, which {INDEX_FILE} does not list for it")
+        self._shards[file] = shard
+        for name in names:
+            self._tensors[name] = _tensor_info(shard, name, file)
+
+
+def _tensor_info(shard: safe_open, name: str, file: Path) -> TensorInfo:
+    view = shard.get_slice(name)
+    dtype = DTYPES.get(view.get_dtype())
+    if dtype is None:
+        raise CheckpointError(f"{file}: tensor {name!r} has dtype {view.get_dtype()}; expected one of {sorted(DTYPES)}")
+    shape = tuple(view.get_shape())
+    return TensorInfo(shape, dtype, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, file)
+
+
+def _shard_files(directory: Path) -> dict[Path, frozenset[str] | None]:
+    """Each safetensors file with the tensor names that the index lists for it (None: there is no index)."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.exists() and index.exists():
+        raise CheckpointError(
+            f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is out of date"
+        )
+    if single.exists():
+        return {single: None}
+    if not index.exists():
+        raise CheckpointError(
+            f"{directory}: expected {SINGLE_FILE} or {INDEX_FILE} (pickled .bin weights are not read)"
+        )
+    return _read_index(index)
+
+
+def _read_index(index: Path) -> dict[Path, frozenset[str] | None]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: expected an object 'weight_map' from tensor names to file names")
+    names: dict[Path, set[str]] = {}
+    for name, file in weight_map.items():
+        # Lexical, because files in the Hugging Face cache are symbolic links to another directory.
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: tensor {name!r} is said to be in {file!r}; expected the plain name of a .safetensors file "
+                "in the same directory"
+            )
+        names.setdefault(index.parent / file, set()).add(name)
+    return {file: frozenset(listed) for file, listed in names.items()}

@@ -1,0 +1,141 @@
+"""Which tensor of a checkpoint goes where in the parameter tree, checked in both directions before anything is read."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.errors import CheckpointError
+from engine.weights.families.family import WeightMap
+from engine.weights.tensors import TensorSource
+
+AbstractParams = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
+"""{module: {param: shape and dtype}}; the flat path of a parameter is "module/param"."""
+
+FLOAT_DTYPES = frozenset(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+
+MAX_NAMES_IN_MESSAGE = 5
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One source tensor and its place in a parameter."""
+
+    name: str
+    """Of the source tensor."""
+    index: tuple[int, ...]
+    """Its place on the parameter's leading axes (layer, expert); empty: it is the whole parameter."""
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """One parameter and the tensors it is made of."""
+
+    path: str
+    target: jax.ShapeDtypeStruct
+    pieces: tuple[Piece, ...]
+    num_leading: int
+    """Leading axes that `Piece.index` counts along."""
+
+
+def plan_params(
+    source: TensorSource, weights: WeightMap, config: ModelConfig, abstract: AbstractParams
+) -> tuple[ParamPlan, ...]:
+    """The source tensors of every parameter.
+
+    Raises `CheckpointError` where a parameter has no tensor, a tensor has no parameter, or a shape or dtype is not the
+    declared one.
+    """
+    plans = tuple(
+        _plan_param(f"{module}/{name}", target, source, weights)
+        for module, params in abstract.items()
+        for name, target in params.items()
+    )
+    _check_missing(source, plans)
+    for plan in plans:
+        for piece in plan.pieces:
+            _check_tensor(source, plan, piece)
+    _check_left_over(source, weights, config, {piece.name for plan in plans for piece in plan.pieces})
+    return plans
+
+
+def _plan_param(path: str, target: jax.ShapeDtypeStruct, source: TensorSource, weights: WeightMap) -> ParamPlan:
+    pattern = weights.names.get(path)
+    if pattern is None:
+        raise CheckpointError(
+            f"{source.path}: the model has a parameter {path!r}, for which its family knows no tensor"
+        )
+    axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in pattern]
+    if len(target.shape) < len(axes):
+        raise CheckpointError(f"parameter {path!r} has shape {target.shape}; expected leading axes {axes}")
+    pieces = (
+        Piece(pattern.format(**dict(zip(axes, index, strict=True))), index)
+        for index in itertools.product(*(range(size) for size in target.shape[: len(axes)]))
+    )
+    if path in weights.optional:
+        pieces = (piece for piece in pieces if piece.name in source.tensors)
+    return ParamPlan(path, target, tuple(pieces), len(axes))
+
+
+def _check_missing(source: TensorSource, plans: tuple[ParamPlan, ...]) -> None:
+    missing = [
+        f"{piece.name!r} (for {plan.path})"
+        for plan in plans
+        for piece in plan.pieces
+        if piece.name not in source.tensors
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{source.path}: {_listed(missing)} missing from the checkpoint, though its config needs them"
+        )
+
+
+def _check_tensor(source: TensorSource, plan: ParamPlan, piece: Piece) -> None:
+    info = source.tensors[piece.name]
+    expected = tuple(plan.target.shape[plan.num_leading :])
+    if info.shape != expected:
+        raise CheckpointError(
+            f"{info.file}: tensor {piece.name!r} has shape {list(info.shape)}; the config asks for {list(expected)} "
+            f"({plan.path})"
+        )
+    if info.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{info.file}: tensor {piece.name!r} has dtype {info.dtype}; expected one of "
+            f"{sorted(str(dtype) for dtype in FLOAT_DTYPES)}"
+        )
+
+
+def _check_left_over(source: TensorSource, weights: WeightMap, config: ModelConfig, used: set[str]) -> None:
+    checks = [(_pattern_regex(pattern), check) for pattern, check in weights.extras.items()]
+    left_over = []
+    for name in source.tensors:
+        if name in used:
+            continue
+        check = next((check for regex, check in checks if regex.fullmatch(name)), None)
+        if check is None:
+            left_over.append(repr(name))
+        else:
+            check(source, name, config)
+    if left_over:
+        raise CheckpointError(
+            f"{source.path}: {_listed(sorted(left_over))} left over: the checkpoint holds them, the model of its "
+            "config has no such parameters"
+        )
+
+
+def _pattern_regex(pattern: str) -> re.Pattern[str]:
+    escaped = re.escape(pattern)
+    for axis in ("layer", "expert"):
+        escaped = escaped.replace(re.escape(f"{{{axis}}}"), r"\d+")
+    return re.compile(escaped)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES_IN_MESSAGE])
+    more = len(names) - MAX_NAMES_IN_MESSAGE
+    return f"{len(names)} tensors ({shown}, and {more} more)" if more > 0 else f"tensor(s) {shown}"
