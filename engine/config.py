@@ -83,10 +83,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size hidden_size num_layers num_heads num_kv_heads head_size intermediate_size "
-            "max_position_embeddings"
-        ).split():
+        for name in [
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "intermediate_size",
+            "max_position_embeddings",
+        ]:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a positive integer")
         if self.num_heads % self.num_kv_heads:
@@ -111,7 +117,10 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] = (32, 128, 512)
     """Padded prompt-chunk lengths, ascending. A prompt above the largest is prefilled in chunks of it."""
     context_bucket_min: int = 256
-    """Smallest context bucket of attention; the others double up to `max_model_len`."""
+    """Smallest context bucket of attention on an accelerator; the others double up to `max_model_len`. On the CPU one
+    program serves every context: it stops at the longest one."""
+    page_size: int = 16
+    """Positions of a cache page; divides 128."""
     max_queue_len: int = 256
     """Requests that may wait for a slot; one more is refused with `QueueFullError`."""
     max_queued_tokens: int | None = None
@@ -128,7 +137,9 @@ class EngineConfig:
         if self.num_slots < 1:
             raise ConfigError(f"num_slots is {self.num_slots}; expected at least 1")
         if not self.prefill_buckets or list(self.prefill_buckets) != sorted(set(self.prefill_buckets)):
-            raise ConfigError(f"prefill_buckets is {list(self.prefill_buckets)}; expected ascending lengths, at least one")
+            raise ConfigError(
+                f"prefill_buckets is {list(self.prefill_buckets)}; expected ascending lengths, at least one"
+            )
         if self.prefill_buckets[0] < 1:
             raise ConfigError(f"prefill_buckets starts with {self.prefill_buckets[0]}; expected at least 1")
         if self.context_bucket_min < 1:
@@ -138,4 +149,6 @@ class EngineConfig:
         if self.max_queue_len < 1:
             raise ConfigError(f"max_queue_len is {self.max_queue_len}; expected at least 1")
         if self.max_queued_tokens is not None and self.max_queued_tokens < 1:
-            raise ConfigError(f"max_queued_tokens is {self.max_queued_tokens}; expected at least 1, or null for no limit")
+            raise ConfigError(
+                f"max_queued_tokens is {self.max_queued_tokens}; expected at least 1, or null for no limit"
+            )

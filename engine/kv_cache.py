@@ -83,7 +83,8 @@ def allocate(shape: CacheShape, mesh: Mesh) -> KVCache:
         (s.num_layers, s.num_pages, s.num_heads, s.page_size, s.head_size),
     )
     make = jax.jit(
-        lambda: KVCache(*(jnp.zeros(size, s.dtype) for size in sizes)), out_shardings=KVCache(*[cache_sharding(mesh)] * 2)
+        lambda: KVCache(*(jnp.zeros(size, s.dtype) for size in sizes)),
+        out_shardings=KVCache(*[cache_sharding(mesh)] * 2),
     )
     return make()
 

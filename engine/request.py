@@ -59,7 +59,9 @@ class SamplingParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids"
         )
         check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"an integer in [0, {MAX_LOGPROBS}]"
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            f"an integer in [0, {MAX_LOGPROBS}]",
         )
 
 

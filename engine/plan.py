@@ -1,0 +1,65 @@
+"""Step plans and their results: plain data, the only thing that passes between the host side and the device side.
+
+A plan holds ids, counts and sampling parameters; it can be pickled and sent to another process, which then runs exactly
+the same step.
+"""
+
+from dataclasses import dataclass
+
+from engine.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What one step computes for one request: `num_tokens` positions from `position` on."""
+
+    sequence_id: int
+    """Number of the request in its engine; slots are used again, this is not."""
+    slot: int
+    """Slot of the request; it decides the data shard, too."""
+    position: int
+    """First position computed."""
+    num_tokens: int
+    """Positions computed; 1 in a decode row."""
+    token_ids: tuple[int, ...]
+    """The tokens at those positions. Empty in a decode row whose token was sampled into the slot by the step before and
+    has not been seen by the host yet."""
+    page_ids: tuple[int, ...]
+    """The slot's pages in order, covering at least `position + num_tokens` positions."""
+    params: SamplingParams
+    samples: bool
+    """Whether the token after these is sampled (false for all but the last chunk of a prompt)."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: at most one prefill chunk for each data shard, and decode rows."""
+
+    prefill: tuple[PlanRow, ...]
+    prefill_bucket: int
+    """Padded length of each chunk; 0 without prefill."""
+    decode: tuple[PlanRow, ...]
+    decode_rows: int
+    """Padded number of rows of each data shard; 0 without decode."""
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Prefill positions that are computed for nothing."""
+        return sum(self.prefill_bucket - row.num_tokens for row in self.prefill)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """The outcome of one row that samples."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    """None where the request asked for none."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcomes parallel to the rows of the plan; None for rows that do not sample."""
+
+    prefill: tuple[SampledToken | None, ...]
+    decode: tuple[SampledToken | None, ...]

@@ -1,0 +1,270 @@
+"""Runs step plans on a mesh: weights, cache and compiled programs. Never sees a request or a policy."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from engine import kv_cache
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.forward import BatchShape, DeviceState, compile_step, pack_rows, row_indices
+from engine.kv_cache import BLOCK_LEN, CacheShape
+from engine.models.decoder import Decoder, Params
+from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
+from engine.request import TokenLogprobs
+from engine.sampling import Sampled
+from engine.sharding import DATA, check_model_fits_mesh
+
+
+@dataclass(frozen=True)
+class RunnerSizes:
+    """Sizes that follow from an engine config, a model and a mesh."""
+
+    num_shards: int
+    num_slots: int
+    max_model_len: int
+    page_size: int
+    num_columns: int
+    """Pages of the longest context, rounded up to whole attention blocks."""
+    num_pages: int
+    prefill_buckets: tuple[int, ...]
+    decode_row_buckets: tuple[int, ...]
+    context_blocks: tuple[int | None, ...]
+    """Context buckets in attention blocks, ascending; (None,) where the program itself stops at the longest context."""
+
+
+def derive_sizes(config: EngineConfig, decoder: Decoder) -> RunnerSizes:
+    """The sizes of a runner. Raises `ConfigError` where the config does not fit the model or the mesh."""
+    model, mesh = decoder.config, decoder.mesh
+    check_model_fits_mesh(model, mesh)
+    shards = mesh.shape[DATA]
+    if config.num_slots % shards:
+        raise ConfigError(f"{config.num_slots} slots cannot be divided over a data axis of {shards}")
+    max_len = config.max_model_len or model.max_position_embeddings
+    if max_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_len}; the model was trained for {model.max_position_embeddings} positions"
+        )
+    page = config.page_size
+    if BLOCK_LEN % page:
+        raise ConfigError(f"page_size is {page}; it must divide {BLOCK_LEN}")
+    odd = [b for b in config.prefill_buckets if b % page]
+    if odd:
+        raise ConfigError(f"prefill_buckets {odd} are no multiples of the page size {page}")
+    columns = -(-max_len // BLOCK_LEN) * (BLOCK_LEN // page)
+    per_shard = config.num_slots // shards
+    if config.batch_invariant:
+        buckets, rows = config.prefill_buckets[-1:], (per_shard,)
+    else:
+        # A bucket above the context would only waste work, but one must cover a whole context-long chunk.
+        useful = [b for b in config.prefill_buckets if b < max_len]
+        buckets = tuple(config.prefill_buckets[: len(useful) + 1])
+        rows = tuple(sorted({min(2**i, per_shard) for i in range(per_shard.bit_length() + 1)}))
+    pages = config.num_slots * columns
+    return RunnerSizes(
+        shards, config.num_slots, max_len, page, columns, pages, buckets, rows, _context_blocks(config, mesh, max_len)
+    )
+
+
+def _context_blocks(config: EngineConfig, mesh: jax.sharding.Mesh, max_len: int) -> tuple[int | None, ...]:
+    # A loop with a run-time bound costs a GPU a round trip to the host for each turn; a CPU nothing.
+    if mesh.devices.flat[0].platform == "cpu":
+        return (None,)
+    blocks, buckets = -(-max_len // BLOCK_LEN), []
+    size = -(-min(config.context_bucket_min, max_len) // BLOCK_LEN)
+    while size < blocks and not config.batch_invariant:
+        buckets.append(size)
+        size *= 2
+    return (*buckets, blocks)
+
+
+class CompilationCounter:
+    """Counts what XLA compiles in this process, whoever asked for it."""
+
+    _EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_s: float, **_: str | int) -> None:
+        if event == self._EVENT:
+            self.count += 1
+
+
+@dataclass(frozen=True)
+class StepHandle:
+    """A dispatched step: its plan and the arrays that will hold its result."""
+
+    plan: StepPlan
+    prefill: Sampled | None
+    decode: Sampled | None
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What tells one program from another."""
+
+    rows_per_shard: int
+    num_tokens: int
+    max_blocks: int | None
+
+    @property
+    def name(self) -> str:
+        context = "" if self.max_blocks is None else f" context {self.max_blocks * BLOCK_LEN}"
+        if self.num_tokens > 1:
+            return f"prefill {self.num_tokens} tokens{context}"
+        return f"decode {self.rows_per_shard} rows{context}"
+
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, what comes next)."""
+
+
+class StepRunner:
+    """Executes step plans with one set of weights. All calls come from one thread."""
+
+    def __init__(self, decoder: Decoder, params: Params, config: EngineConfig) -> None:
+        self.decoder = decoder
+        self.params = params
+        self.sizes = derive_sizes(config, decoder)
+        self.compilations = CompilationCounter()
+        self._compiled_at_warm_up: int | None = None
+        self._programs: dict[_Program, jax.stages.Compiled] = {}
+        mesh = decoder.mesh
+        self.cache_shape = CacheShape.of(
+            decoder.config,
+            mesh,
+            self.sizes.num_pages,
+            self.sizes.page_size,
+            config.cache_dtype or config.activation_dtype,
+        )
+        make_tokens = jax.jit(
+            lambda: jnp.zeros(self.sizes.num_slots, jnp.int32), out_shardings=NamedSharding(mesh, P())
+        )
+        self._state = DeviceState(kv_cache.allocate(self.cache_shape, mesh), make_tokens())
+        # Steps that hold collectives hang on the CPU backend when several are under way.
+        self._wait_each_step = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def num_compilations_since_warm_up(self) -> int:
+        """Stays 0 once the engine serves."""
+        return 0 if self._compiled_at_warm_up is None else self.compilations.count - self._compiled_at_warm_up
+
+    def warm_up(self, progress: Progress | None = None) -> dict[str, float]:
+        """Compiles and runs every program once; returns the seconds each took."""
+        programs = self._all_programs()
+        seconds = {}
+        for done, program in enumerate(programs):
+            if progress is not None:
+                progress(done, len(programs), program.name)
+            start = time.perf_counter()
+            sampled = self._run((), program)
+            jax.block_until_ready(sampled)
+            seconds[program.name] = time.perf_counter() - start
+        if progress is not None:
+            progress(len(programs), len(programs), "")
+        self._compiled_at_warm_up = self.compilations.count
+        return seconds
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Starts a step; `fetch` waits for it."""
+        prefill = decode = None
+        if plan.prefill:
+            prefill = self._run(plan.prefill, self._program(plan.prefill, 1, plan.prefill_bucket))
+        if plan.decode:
+            decode = self._run(plan.decode, self._program(plan.decode, plan.decode_rows, 1))
+        return StepHandle(plan, prefill, decode)
+
+    def fetch(self, handle: StepHandle) -> StepResult:
+        """The result of a dispatched step. Only tokens and log-probabilities asked for come to the host."""
+        plan = handle.plan
+        return StepResult(
+            self._collect(plan.prefill, 1, plan.prefill_bucket, handle.prefill),
+            self._collect(plan.decode, plan.decode_rows, 1, handle.decode),
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a step to its end."""
+        return self.fetch(self.dispatch(plan))
+
+    def all_logits(self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int) -> np.ndarray:
+        """Runs one step and returns the logits of every token, float32 [V, B, T]; rows as `row_indices` places them.
+
+        For verification only: it compiles a program of its own.
+        """
+        shape = self._shape(rows_per_shard, num_tokens)
+        program = compile_step(
+            self.decoder,
+            self.params,
+            self._state,
+            shape,
+            self._program(rows, rows_per_shard, num_tokens).max_blocks,
+            True,
+        )
+        self._state, _, logits = program(self.params, self._state, self._put(rows, shape))
+        return np.asarray(logits).reshape(-1, shape.num_rows, num_tokens)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes over all devices of weights and cache."""
+        return {"weights": sum(a.nbytes for a in jax.tree.leaves(self.params)), "cache": self.cache_shape.num_bytes}
+
+    def _all_programs(self) -> list[_Program]:
+        s = self.sizes
+        prefill = [_Program(1, b, c) for b in s.prefill_buckets for c in s.context_blocks]
+        # A context shorter than the bucket itself never meets it.
+        prefill = [
+            p for p in prefill if p.max_blocks is None or p.max_blocks * BLOCK_LEN >= min(p.num_tokens, s.max_model_len)
+        ]
+        return prefill + [_Program(r, 1, c) for r in s.decode_row_buckets for c in s.context_blocks]
+
+    def _program(self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int) -> _Program:
+        needed = -(-max(row.position + row.num_tokens for row in rows) // BLOCK_LEN)
+        needed = max(needed, -(-min(num_tokens, self.sizes.max_model_len) // BLOCK_LEN))
+        blocks = next(b for b in self.sizes.context_blocks if b is None or b >= needed)
+        return _Program(rows_per_shard, num_tokens, blocks)
+
+    def _shape(self, rows_per_shard: int, num_tokens: int) -> BatchShape:
+        s = self.sizes
+        return BatchShape(s.num_shards, rows_per_shard, num_tokens, s.num_columns, s.num_slots)
+
+    def _run(self, rows: Sequence[PlanRow], program: _Program) -> Sampled:
+        shape = self._shape(program.rows_per_shard, program.num_tokens)
+        compiled = self._programs.get(program)
+        if compiled is None:
+            compiled = compile_step(self.decoder, self.params, self._state, shape, program.max_blocks)
+            self._programs[program] = compiled
+        self._state, sampled, _ = compiled(self.params, self._state, self._put(rows, shape))
+        if self._wait_each_step:
+            jax.block_until_ready(sampled)
+        return sampled
+
+    def _put(self, rows: Sequence[PlanRow], shape: BatchShape) -> tuple:
+        return jax.device_put(pack_rows(rows, shape), NamedSharding(self.decoder.mesh, P(DATA, None)))
+
+    def _collect(
+        self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int, sampled: Sampled | None
+    ) -> tuple[SampledToken | None, ...]:
+        if sampled is None or not any(row.samples for row in rows):
+            return (None,) * len(rows)
+        tokens = np.asarray(sampled.tokens).tolist()
+        wants = any(row.params.logprobs is not None and row.samples for row in rows)
+        logprobs = jax.device_get(sampled[1:]) if wants else None
+        collected: list[SampledToken | None] = []
+        for index, row in zip(row_indices(rows, self._shape(rows_per_shard, num_tokens)), rows, strict=True):
+            if not row.samples:
+                collected.append(None)
+                continue
+            report = None
+            if logprobs is not None and row.params.logprobs is not None:
+                chosen, ids, values = (a[index] for a in logprobs)
+                n = row.params.logprobs
+                report = TokenLogprobs(float(chosen), tuple(zip(ids[:n].tolist(), values[:n].tolist(), strict=True)))
+            collected.append(SampledToken(tokens[index], report))
+        return tuple(collected)
