@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -161,8 +161,11 @@ class EngineProtocol(Protocol):
     def step(self) -> Sequence[RequestOutput]:
         """Runs one step and returns what it added to each request (an aborted one gets a last, empty output)."""
 
-    def warm_up(self) -> None:
-        """Compiles every program. After it nothing compiles."""
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> Mapping[str, float]:
+        """Compiles every program, after which nothing compiles; returns the seconds each took.
+
+        `progress` is called with (programs done, programs in all, what comes next).
+        """
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""

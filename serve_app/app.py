@@ -1,0 +1,60 @@
+"""The Serve application: `serve run configs/app.yaml` and `python -m serve_app` both come here."""
+
+from typing import Any, cast
+
+from ray import serve
+from ray.serve import Application, Deployment
+
+from serve_app.config import AppConfig, parse_app_config
+from serve_app.factories import EngineFactory, TextFactory
+from serve_app.ingress import Ingress
+from serve_app.replica import Replica
+
+# Each ingress call waits on one replica call; a few more may be refused or ask for /health meanwhile.
+_INGRESS_HEADROOM = 64
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of a config file; `args` is that of the file. Raises `ConfigError` naming every wrong field."""
+    # Only the processes that use them should import them: the engine brings JAX.
+    from serve_app.builder import build_engine
+    from serve_app.text_builder import build_text
+
+    return build_app(parse_app_config(args), build_engine, build_text)
+
+
+def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: TextFactory) -> Application:
+    """The application with the given factories (they travel to the replicas by pickle)."""
+    serving = config.serving
+    scale: dict[str, Any] = (
+        {"num_replicas": serving.num_replicas}
+        if serving.autoscaling is None
+        else {"autoscaling_config": serving.autoscaling}
+    )
+    max_replicas = (serving.autoscaling or {}).get("max_replicas", serving.num_replicas)
+    common: dict[str, Any] = {
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": serving.graceful_shutdown_s,
+        "health_check_period_s": serving.health_check_period_s,
+        "health_check_timeout_s": serving.health_check_timeout_s,
+        "logging_config": {"enable_access_log": False},
+    }
+    replicas = _deployment(Replica).options(
+        max_ongoing_requests=config.max_ongoing_requests,
+        max_queued_requests=_INGRESS_HEADROOM,
+        ray_actor_options={"num_cpus": serving.replica_num_cpus, "num_gpus": serving.replica_num_gpus},
+        **scale,
+        **common,
+    )
+    ingress = _deployment(Ingress).options(
+        num_replicas=serving.num_ingress_replicas,
+        max_ongoing_requests=max_replicas * config.max_ongoing_requests + _INGRESS_HEADROOM,
+        ray_actor_options={"num_cpus": serving.ingress_num_cpus},
+        **common,
+    )
+    return ingress.bind(config, text_factory, replicas.bind(config, engine_factory))
+
+
+def _deployment(deployment_class: type) -> Deployment:
+    """`serve.deployment` used as a function; its declared type is only that of a decorator factory."""
+    return cast(Deployment, serve.deployment(deployment_class))

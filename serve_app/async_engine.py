@@ -1,0 +1,362 @@
+"""An engine for asyncio: bounded admission, deadlines, cancellation, text, drain.
+
+The engine runs on its own thread (`engine_thread`); everything else here runs on one event loop. Each step is handed
+over once, whatever it holds, and a call's consumer takes all that has come since it last looked.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
+)
+from engine.request import EngineProtocol, EngineStats, FinishReason, Request, RequestOutput, SamplingParams
+from serve_app.engine_thread import EngineThread, Progress
+from serve_app.generation import Delta, GenerationCall
+from serve_app.text.base import Tokenizer
+from serve_app.text_stream import TextStream
+
+_DEAD = "the engine stopped on an internal failure; the replica is being replaced"
+
+
+class _CallStream:
+    """What has come for one call and was not yet taken."""
+
+    def __init__(self) -> None:
+        self.open_ids: set[str] = set()
+        """Engine requests of this call whose client still waits."""
+        self._pending: dict[int, Delta] = {}
+        self._error: EngineError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come after what `take` returns."""
+        return not self.open_ids and not self._pending and self._error is None
+
+    def push(self, delta: Delta) -> None:
+        """Adds a delta, joined with an earlier one of the same prompt that was not taken yet."""
+        earlier = self._pending.get(delta.index)
+        self._pending[delta.index] = delta if earlier is None else _join(earlier, delta)
+        self._news.set()
+
+    def fail(self, error: EngineError) -> None:
+        """Ends the call. Deltas that came before are delivered first."""
+        self._error = self._error or error
+        self._news.set()
+
+    async def take(self) -> list[Delta]:
+        """All that has come; waits where nothing has. Raises the error that ended the call."""
+        await self._news.wait()
+        self._news.clear()
+        if not self._pending and self._error is not None:
+            raise self._error
+        deltas, self._pending = list(self._pending.values()), {}
+        if self._error is not None:
+            self._news.set()
+        return deltas
+
+
+@dataclass
+class _RequestState:
+    """One prompt in the engine."""
+
+    index: int
+    stream: _CallStream
+    text: TextStream
+    wants_logprobs: bool
+    num_tokens: int = 0
+
+
+@dataclass
+class AsyncEngineStats:
+    """The engine's counters, and those of the serving layer around it."""
+
+    engine: EngineStats
+    num_in_flight: int
+    """Requests admitted and not ended."""
+    num_ended: dict[str, int] = field(default_factory=dict)
+    """Requests that ended, by reason: stop, length, aborted, refused."""
+    draining: bool = False
+
+
+class AsyncEngine:
+    """Serves one engine to many concurrent callers of one event loop.
+
+    `max_in_flight` bounds the requests that run or wait; one more is refused with `QueueFullError` at once.
+    `step_timeout_s`: a step that takes longer counts as a dead engine in `check_health`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        tokenizer: Tokenizer,
+        *,
+        max_in_flight: int,
+        step_timeout_s: float | None = None,
+    ) -> None:
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.vocab_size
+        self._tokenizer = tokenizer
+        self._max_in_flight = max_in_flight
+        self._step_timeout_s = step_timeout_s
+        self._thread = EngineThread(engine, self)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._requests: dict[str, _RequestState] = {}
+        self._streams: set[_CallStream] = set()
+        self._ids = itertools.count()
+        self._num_ended: Counter[str] = Counter()
+        self._draining = False
+        self._idle: asyncio.Event | None = None
+        self._thread.start()
+
+    # ---- the caller's side, on the event loop ----
+
+    def warm_up(self, progress: Progress | None = None) -> Mapping[str, float]:
+        """Compiles every program (blocks); the seconds each took. Call it before the first `generate`."""
+        return self._thread.warm_up(progress)
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta]]:
+        """Yields what each step adds to the call's prompts until all have ended.
+
+        Closing the iterator (or cancelling the task in it) frees the slots within one step. Raises
+        `InvalidRequestError`, `OverloadedError`, `DeadlineExceededError`, `RequestCancelledError`, `EngineDeadError`.
+        """
+        self._check_admission(call)
+        requests = [self._engine_request(call, index) for index in range(len(call.prompts))]
+        stream = self._admit(call, requests)
+        timer = self._start_timer(call, stream)
+        try:
+            while not stream.ended:
+                yield await stream.take()
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._close(stream)
+
+    async def drain(self) -> None:
+        """Refuses new calls from now on and returns when those that run have ended."""
+        self._draining = True
+        while self._requests or self._streams:
+            self._idle = self._idle or asyncio.Event()
+            self._idle.clear()
+            await self._idle.wait()
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` where the engine cannot serve any more."""
+        if not self._thread.alive:
+            raise EngineDeadError(_DEAD) from self._thread.error
+        seconds = self._thread.seconds_in_step()
+        if self._step_timeout_s is not None and seconds > self._step_timeout_s:
+            raise EngineDeadError(f"a step has taken {seconds:.0f} s; the limit is {self._step_timeout_s:.0f} s")
+
+    def stats(self) -> AsyncEngineStats:
+        """Counters and gauges as of the last step."""
+        return AsyncEngineStats(self._thread.stats, len(self._requests), dict(self._num_ended), self._draining)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the engine thread. Calls that still run fail with `EngineDeadError`."""
+        self._thread.stop()
+        self._thread.join(timeout_s)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_all, "the replica has been shut down")
+
+    # ---- the engine's side, on the engine thread (see EngineListener) ----
+
+    def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hands a step over to the event loop."""
+        self._hand_over(lambda: self._deliver(outputs))
+
+    def on_refused(self, request_id: str, error: EngineError) -> None:
+        """Hands a refusal over to the event loop."""
+        self._hand_over(lambda: self._refuse(request_id, error))
+
+    def on_death(self) -> None:
+        """Fails every call."""
+        self._hand_over(lambda: self._fail_all(_DEAD))
+
+    def _hand_over(self, callback: Callable[[], None]) -> None:
+        # Before the first call there is no loop, and nobody who could miss anything.
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)
+
+    # ---- admission ----
+
+    def _check_admission(self, call: GenerationCall) -> None:
+        self._loop = self._loop or asyncio.get_running_loop()
+        if not self._thread.alive:
+            raise EngineDeadError(_DEAD)
+        if self._draining:
+            raise DrainingError("the server is shutting down and takes no new requests")
+        if not call.prompts:
+            raise InvalidRequestError("prompt is empty; expected at least one prompt", "prompt")
+        num_free = self._max_in_flight - len(self._requests)
+        if len(call.prompts) > self._max_in_flight:
+            raise InvalidRequestError(
+                f"{len(call.prompts)} prompts in one request; this server holds {self._max_in_flight} at a time",
+                "prompt",
+            )
+        if len(call.prompts) > num_free:
+            raise QueueFullError(
+                f"{len(self._requests)} of {self._max_in_flight} places are taken, {len(call.prompts)} wanted; retry"
+            )
+
+    def _engine_request(self, call: GenerationCall, index: int) -> Request:
+        prompt = call.prompts[index]
+        if not prompt:
+            raise InvalidRequestError("prompt is empty; expected at least one token", "prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise InvalidRequestError(
+                f"prompt has token id {wrong}; expected ids from 0 to {self.vocab_size - 1}", "prompt"
+            )
+        params = self._fit(call.params, len(prompt), call.clip_max_tokens)
+        return Request(f"{next(self._ids)}:{call.request_id}", prompt, params)
+
+    def _fit(self, params: SamplingParams, prompt_len: int, clip: bool) -> SamplingParams:
+        """The parameters with `max_tokens` as the context allows."""
+        num_left = self.max_model_len - prompt_len
+        if num_left < 1:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_len} tokens; the context holds {self.max_model_len},"
+                " of which at least one is for the answer",
+                "prompt",
+            )
+        if params.max_tokens <= num_left:
+            return params
+        if clip:
+            return replace(params, max_tokens=num_left)
+        raise PromptTooLongError(
+            f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}; together at most"
+            f" {self.max_model_len} fit the context: lower max_tokens to {num_left} or shorten the prompt",
+            "max_tokens",
+        )
+
+    def _admit(self, call: GenerationCall, requests: list[Request]) -> _CallStream:
+        stream = _CallStream()
+        self._streams.add(stream)
+        for index, request in enumerate(requests):
+            text = TextStream(self._tokenizer, call.stop, continues_text=call.continues_text)
+            state = _RequestState(index, stream, text, call.params.logprobs is not None)
+            self._requests[request.request_id] = state
+            stream.open_ids.add(request.request_id)
+            self._thread.add(request)
+        return stream
+
+    def _start_timer(self, call: GenerationCall, stream: _CallStream) -> asyncio.TimerHandle | None:
+        if call.deadline_s is None:
+            return None
+        assert self._loop is not None
+        error = DeadlineExceededError(f"the request did not finish within {call.deadline_s:g} s")
+        return self._loop.call_later(call.deadline_s, self._expire, stream, error)
+
+    # ---- delivery, on the event loop ----
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            state = self._requests.get(output.request_id)
+            if state is None:
+                continue
+            if output.finish_reason is not None:
+                self._forget(output.request_id, output.finish_reason)
+            if output.request_id in state.stream.open_ids:
+                self._deliver_to(state, output)
+
+    def _deliver_to(self, state: _RequestState, output: RequestOutput) -> None:
+        if output.finish_reason is FinishReason.ABORTED:
+            state.stream.open_ids.discard(output.request_id)
+            state.stream.fail(RequestCancelledError("the request was cancelled"))
+            return
+        delta = _delta_of(state, output)
+        if delta.finish_reason is not None:
+            state.stream.open_ids.discard(output.request_id)
+            if output.finish_reason is None:
+                self._thread.abort(output.request_id)
+        if delta.text or delta.token_ids or delta.finish_reason is not None:
+            state.stream.push(delta)
+
+    def _refuse(self, request_id: str, error: EngineError) -> None:
+        state = self._requests[request_id]
+        self._forget(request_id, "refused")
+        state.stream.open_ids.discard(request_id)
+        state.stream.fail(error)
+        self._abort_open(state.stream)
+
+    def _expire(self, stream: _CallStream, error: EngineError) -> None:
+        stream.fail(error)
+        self._abort_open(stream)
+
+    def _fail_all(self, message: str) -> None:
+        for request_id in list(self._requests):
+            self._forget(request_id, FinishReason.ABORTED)
+        for stream in self._streams:
+            if stream.open_ids:
+                stream.open_ids.clear()
+                stream.fail(EngineDeadError(message))
+
+    def _abort_open(self, stream: _CallStream) -> None:
+        for request_id in stream.open_ids:
+            self._thread.abort(request_id)
+        stream.open_ids.clear()
+
+    def _close(self, stream: _CallStream) -> None:
+        self._abort_open(stream)
+        self._streams.discard(stream)
+        self._wake_drain()
+
+    def _forget(self, request_id: str, reason: str) -> None:
+        del self._requests[request_id]
+        self._num_ended[str(reason)] += 1
+        self._wake_drain()
+
+    def _wake_drain(self) -> None:
+        if self._idle is not None:
+            self._idle.set()
+
+
+def _delta_of(state: _RequestState, output: RequestOutput) -> Delta:
+    """The output as text. May end the request (a stop string) where the engine did not."""
+    finish_reason = output.finish_reason
+    # The token that ended the request (end of sequence, or a stop token) is counted but is no part of the text.
+    num_text = len(output.token_ids) - (1 if finish_reason is FinishReason.STOP else 0)
+    text, num_used, stopped = state.text.push(output.token_ids[:num_text])
+    if not stopped:
+        num_used = len(output.token_ids)
+        if finish_reason is not None:
+            tail, stopped = state.text.finish()
+            text += tail
+    if stopped:
+        finish_reason = FinishReason.STOP
+    state.num_tokens += num_used
+    wants = state.wants_logprobs
+    return Delta(
+        index=state.index,
+        text=text,
+        num_tokens=state.num_tokens,
+        token_ids=output.token_ids[:num_used] if wants else (),
+        logprobs=(output.logprobs or ())[:num_used] if wants else (),
+        finish_reason=finish_reason,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def _join(earlier: Delta, later: Delta) -> Delta:
+    return Delta(
+        index=later.index,
+        text=earlier.text + later.text,
+        num_tokens=later.num_tokens,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        finish_reason=later.finish_reason,
+        num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
+    )

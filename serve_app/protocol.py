@@ -1,0 +1,312 @@
+"""The OpenAI API's requests: what is accepted, of which type, and how the rest is refused."""
+
+import json
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from engine.errors import InvalidRequestError, UnsupportedParameterError
+from engine.request import SamplingParams
+from serve_app.config import LimitsSection
+from serve_app.parameters import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, is_neutral
+from serve_app.strict import StrictModel, complaints, suggestion
+
+Prompts = tuple[str | tuple[int, ...], ...]
+
+
+def _prompts(value: object) -> Prompts:
+    """The four forms of `prompt` (text, ids, a list of either) as a tuple of texts and id tuples."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a text, a list of token ids, or a non-empty list of either")
+    if _is_ids(value):
+        return (tuple(value),)
+    return tuple(_prompt(item, index) for index, item in enumerate(value))
+
+
+def _prompt(item: object, index: int) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list) and _is_ids(item):
+        return tuple(item)
+    raise ValueError(f"item {index} is neither a text nor a list of token ids")
+
+
+def _is_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError("expected a text or a list of texts")
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class StreamOptions(StrictModel):
+    """Options of a streamed answer."""
+
+    include_usage: bool = Field(default=False, description="Send one last chunk with the token counts and no choices.")
+
+
+class GenerationRequest(StrictModel):
+    """The parameters that completions and chat completions share."""
+
+    model: str = Field(description="The served model's name.")
+    stream: bool = Field(default=False, description="Send the answer as server-sent events while it is made.")
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
+    max_tokens: int | None = Field(default=None, description="Most tokens to generate.")
+    temperature: float = Field(default=1.0, description="0: greedy.")
+    top_p: float = Field(default=1.0, description="Keep the most likely tokens up to this probability.")
+    top_k: int = Field(default=0, description="Keep the k most likely tokens; 0 keeps all.")
+    min_p: float = Field(default=0.0, description="Drop tokens less likely than this share of the most likely.")
+    seed: int | None = Field(default=None, description="Same seed, same answer. Default: drawn for each request.")
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = Field(
+        default=(), description="Texts that end the answer."
+    )
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="Tokens that end the answer."
+    )
+    ignore_eos: bool = Field(default=False, description="Generate past the model's end-of-sequence tokens.")
+    timeout_s: float | None = Field(default=None, gt=0, description="Deadline in seconds from arrival.")
+    user: str | None = Field(default=None, description="An end user's identifier; it is logged and changes nothing.")
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Alternatives to report at each position; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def limit(self) -> int | None:
+        """The `max_tokens` that the client named."""
+        return self.max_tokens
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given without stream: true")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[Prompts, BeforeValidator(_prompts)] = Field(description="Texts or token ids.")
+    logprobs: int | None = Field(default=None, ge=0, description="Report this many alternatives at each position.")
+    add_special_tokens: bool = Field(default=True, description="Begin a text as the model expects (BOS).")
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """See the base class."""
+        return self.logprobs
+
+
+def _content(value: object) -> str:
+    """Text of a message; parts are joined by newlines. Anything but text is refused by its type."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("expected a text or a list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            given = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"a part has the type {given!r}; this server takes text parts only")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError('a text part is not of the form {"type": "text", "text": "..."}')
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class ChatMessage(StrictModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="Who speaks.")
+    content: Annotated[str, BeforeValidator(_content)] = Field(description="Text, or a list of text parts.")
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    max_completion_tokens: int | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
+    logprobs: bool = Field(default=False, description="Report log-probabilities of the tokens.")
+    top_logprobs: int | None = Field(default=None, ge=0, description="Alternatives at each position; needs `logprobs`.")
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """See the base class."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """See the base class."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatCompletionRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given without logprobs: true")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens};"
+                " expected one of them"
+            )
+        return self
+
+
+class TokenizeRequest(StrictModel):
+    """Body of POST /tokenize: a text, or a conversation."""
+
+    model: str | None = Field(default=None, description="The served model's name.")
+    prompt: str | None = Field(default=None, description="A text.")
+    messages: list[ChatMessage] | None = Field(
+        default=None, min_length=1, description="A conversation to render first."
+    )
+    add_special_tokens: bool = Field(
+        default=True, description="Begin a text as the model expects (BOS). Not for messages."
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected exactly one of prompt and messages")
+        return self
+
+
+class DetokenizeRequest(StrictModel):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(default=None, description="The served model's name.")
+    tokens: list[int] = Field(description="Token ids.")
+
+
+RequestT = TypeVar("RequestT", bound=StrictModel)
+
+_UNSUPPORTED: dict[type[StrictModel], dict[str, tuple[Any, ...]]] = {
+    CompletionRequest: UNSUPPORTED_COMPLETION,
+    ChatCompletionRequest: UNSUPPORTED_CHAT,
+}
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object, strictly: no NaN, no Infinity, no key twice. Raises `InvalidRequestError`."""
+    try:
+        content = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_doubles)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}") from None
+    except RecursionError:
+        raise InvalidRequestError("the body nests too deeply") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"the body is a JSON {type(content).__name__}; expected an object")
+    return content
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {double!r} is there twice")
+    return content
+
+
+def parse_request(model: type[RequestT], body: bytes) -> RequestT:
+    """The body as a request of the given kind. Raises `InvalidRequestError` that names the parameter."""
+    content = parse_json(body)
+    known = model.model_fields
+    unsupported = _UNSUPPORTED.get(model, {})
+    for name, value in content.items():
+        if name in known:
+            continue
+        if name not in unsupported:
+            hint = suggestion(name, [*known, *unsupported])
+            raise InvalidRequestError(f"{name} is no parameter of this API{hint}", name)
+        if not is_neutral(value, unsupported[name]):
+            raise UnsupportedParameterError(f"{name} is not supported by this server", name)
+    # The official clients send null for "not given".
+    given = {name: value for name, value in content.items() if name in known and value is not None}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        field, problem = complaints(model, error)[0]
+        message = f"{field}: {problem}" if field else problem
+        raise InvalidRequestError(message, field.split(".")[0] or None) from None
+
+
+def sampling_params(request: GenerationRequest, limits: LimitsSection, default_max_tokens: int) -> SamplingParams:
+    """The engine's parameters. Raises `InvalidRequestError` that names the one out of range."""
+    max_tokens = default_max_tokens if request.limit is None else request.limit
+    if request.limit is not None and limits.max_tokens is not None and request.limit > limits.max_tokens:
+        raise InvalidRequestError(
+            f"max_tokens is {request.limit}; this server allows at most {limits.max_tokens}", "max_tokens"
+        )
+    if request.num_alternatives is not None and request.num_alternatives > limits.max_logprobs:
+        name = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
+        raise InvalidRequestError(
+            f"{name} is {request.num_alternatives}; this server allows at most {limits.max_logprobs}", name
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=secrets.randbits(64) if request.seed is None else request.seed,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=request.stop_token_ids,
+        logprobs=request.num_alternatives,
+    )
+
+
+def check_stop(stop: tuple[str, ...], limits: LimitsSection) -> None:
+    """Raises `InvalidRequestError` where there are too many stop strings, or one is empty or too long."""
+    if len(stop) > limits.max_stop_strings:
+        raise InvalidRequestError(
+            f"stop has {len(stop)} texts; this server allows at most {limits.max_stop_strings}", "stop"
+        )
+    if "" in stop:
+        raise InvalidRequestError("stop has an empty text; expected at least one character", "stop")
+    longest = max(map(len, stop), default=0)
+    if longest > limits.max_stop_string_chars:
+        raise InvalidRequestError(
+            f"a stop text has {longest} characters; this server allows at most {limits.max_stop_string_chars}", "stop"
+        )
+
+
+def deadline_s(request: GenerationRequest, header: str | None, limits: LimitsSection) -> float:
+    """Seconds that the request may take: the smaller of `timeout_s` and the header, else the default."""
+    named = [request.timeout_s] if request.timeout_s is not None else []
+    if header is not None:
+        named.append(_seconds(header))
+    if not named:
+        return limits.default_deadline_s
+    if min(named) > limits.max_deadline_s:
+        raise InvalidRequestError(
+            f"timeout_s is {min(named):g}; this server allows at most {limits.max_deadline_s:g} seconds", "timeout_s"
+        )
+    return min(named)
+
+
+def _seconds(header: str) -> float:
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise InvalidRequestError(f"x-request-timeout-s is {header!r}; expected seconds above 0", "x-request-timeout-s")
+    return seconds

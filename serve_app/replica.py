@@ -1,0 +1,62 @@
+"""The deployment that owns an engine: one replica, one mesh."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+
+from engine.errors import EngineError
+from serve_app.async_engine import AsyncEngine, AsyncEngineStats
+from serve_app.backend import ReplicaInfo
+from serve_app.config import AppConfig
+from serve_app.console import StartUpLines, configure_logging, say
+from serve_app.factories import EngineFactory
+from serve_app.generation import Delta, GenerationCall
+
+
+class Replica:
+    """Holds a warm engine. Serve sends it nothing before its constructor is through."""
+
+    def __init__(self, config: AppConfig, engine_factory: EngineFactory) -> None:
+        """Builds the engine and compiles its programs. Raises what the factory raises."""
+        configure_logging(config.log_level)
+        engine, tokenizer = engine_factory(config)
+        self._engine = AsyncEngine(
+            engine, tokenizer, max_in_flight=config.max_in_flight, step_timeout_s=config.serving.step_timeout_s
+        )
+        started_at = time.monotonic()
+        programs = self._engine.warm_up(StartUpLines().programs)
+        say(f"programs compiled: {len(programs)} in {time.monotonic() - started_at:.1f} s")
+
+    async def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta] | EngineError]:
+        """Yields what `AsyncEngine.generate` does; an error comes as the last item (see `HandleBackend`)."""
+        try:
+            async for deltas in self._engine.generate(call):
+                yield deltas
+        except EngineError as error:
+            yield error
+
+    async def info(self) -> ReplicaInfo:
+        """Raises `EngineDeadError` where the engine has stopped."""
+        self._engine.check_health()
+        return ReplicaInfo(self._engine.max_model_len)
+
+    async def stats(self) -> tuple[str, AsyncEngineStats]:
+        """This replica's id and counters."""
+        return serve.get_replica_context().replica_tag, self._engine.stats()
+
+    async def drain(self) -> None:
+        """Refuses new calls; returns when those that run have ended."""
+        await self._engine.drain()
+
+    def check_health(self) -> None:
+        """Serve's health check: where it raises, the replica is replaced."""
+        self._engine.check_health()
+
+    async def __del__(self) -> None:
+        """Serve's shut-down hook, after the running calls have ended (or their time is up)."""
+        engine: Any = getattr(self, "_engine", None)
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)

@@ -1,0 +1,1 @@
+"""Stand-ins whose behaviour can be computed by hand."""

@@ -1,0 +1,139 @@
+"""An engine and a tokenizer that can be computed by hand.
+
+Tokens are the bytes 0 to 255; 256 is end-of-sequence, 257 begin-of-sequence. The next token is the last one plus one,
+within the letters a to z ("x" is followed by "yzabc..."). "!" in the prompt ends the answer after as many tokens as
+there are "!".
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.errors import InvalidRequestError, QueueFullError
+from engine.request import EngineStats, FinishReason, Request, RequestOutput, TokenLogprobs
+from serve_app.text.base import Tokenizer, TokenizerInfo
+
+EOS, BOS, VOCAB_SIZE = 256, 257, 258
+
+
+class ByteTokenizer(Tokenizer):
+    """One token for each byte."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        super().__init__(TokenizerInfo(VOCAB_SIZE, BOS, (EOS,), frozenset({EOS, BOS}), chat_template))
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        pieces = text.split("<eos>") if parse_special else [text]
+        ids = [BOS] if add_special_tokens else []
+        for position, piece in enumerate(pieces):
+            ids += ([EOS] if position else []) + list(piece.encode())
+        return ids
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        return {EOS: b"<eos>", BOS: b"<bos>"}.get(token_id) or bytes([token_id])
+
+
+def next_token(token_id: int) -> int:
+    """The letter after this one, z being followed by a; anything else is followed by a."""
+    return ord("a") + (token_id - ord("a") + 1) % 26 if ord("a") <= token_id <= ord("z") else ord("a")
+
+
+class _Running:
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        num_marks = request.prompt_token_ids.count(ord("!"))
+        self.eos_after = None if num_marks == 0 or request.params.ignore_eos else num_marks
+
+    def advance(self) -> RequestOutput:
+        last = self.tokens[-1] if self.tokens else self.request.prompt_token_ids[-1]
+        token = EOS if self.eos_after == len(self.tokens) else next_token(last)
+        self.tokens.append(token)
+        finish = None
+        if token == EOS or token in self.request.params.stop_token_ids:
+            finish = FinishReason.STOP
+        elif len(self.tokens) == self.request.params.max_tokens:
+            finish = FinishReason.LENGTH
+        num_top = self.request.params.logprobs
+        logprobs = None
+        if num_top is not None:
+            top = tuple((token + rank, -0.5 - rank) for rank in range(num_top))
+            logprobs = (TokenLogprobs(-0.5, top),)
+        return RequestOutput(self.request.request_id, (token,), logprobs, finish)
+
+
+class FakeEngine:
+    """One token a step for every running request. `gate`, where given, must be released once for each step."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int = 4,
+        max_queue_len: int = 4,
+        max_model_len: int = 64,
+        gate: threading.Semaphore | None = None,
+        fail_at_step: int | None = None,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.vocab_size = VOCAB_SIZE
+        self.num_slots = num_slots
+        self.max_queue_len = max_queue_len
+        self.gate = gate
+        self.fail_at_step = fail_at_step
+        self.threads: set[int] = set()
+        self.requests: list[Request] = []
+        self.num_steps = 0
+        self._waiting: list[_Running] = []
+        self._running: list[_Running] = []
+        self._aborted: list[str] = []
+
+    def add_request(self, request: Request) -> None:
+        self.threads.add(threading.get_ident())
+        if request.prompt_token_ids[-1] == ord("#"):
+            raise InvalidRequestError("the fake engine refuses '#'", "prompt")
+        if len(self._waiting) >= self.max_queue_len + self.num_slots:
+            raise QueueFullError("the fake engine's queue is full")
+        self.requests.append(request)
+        self._waiting.append(_Running(request))
+
+    def abort(self, request_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        for held in (self._waiting, self._running):
+            for running in held:
+                if running.request.request_id == request_id:
+                    held.remove(running)
+                    self._aborted.append(request_id)
+                    return
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._aborted)
+
+    def step(self) -> Sequence[RequestOutput]:
+        self.threads.add(threading.get_ident())
+        if self.gate is not None:
+            self.gate.acquire()
+        self.num_steps += 1
+        if self.num_steps == self.fail_at_step:
+            raise RuntimeError("secret inner detail")
+        while self._waiting and len(self._running) < self.num_slots:
+            self._running.append(self._waiting.pop(0))
+        outputs = [RequestOutput(request_id, (), None, FinishReason.ABORTED) for request_id in self._aborted]
+        self._aborted.clear()
+        for running in list(self._running):
+            outputs.append(running.advance())
+            if outputs[-1].finish_reason is not None:
+                self._running.remove(running)
+        return outputs
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> Mapping[str, float]:
+        self.threads.add(threading.get_ident())
+        if progress is not None:
+            progress(0, 1, "nothing")
+        return {"nothing": 0.0}
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_slots=self.num_slots,
+            num_steps=self.num_steps,
+        )

@@ -1,0 +1,36 @@
+"""Factories of fakes for `serve_app.app.build_app`, importable by Ray's workers."""
+
+import time
+from collections.abc import Sequence
+
+from engine.request import EngineProtocol, RequestOutput
+from serve_app.api import TextTools
+from serve_app.config import AppConfig
+from serve_app.text.base import Tokenizer
+from serve_app.text.chat import ChatTemplate
+from tests.fakes.engine import ByteTokenizer, FakeEngine
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+
+
+def fake_text(config: AppConfig) -> TextTools:
+    """Bytes as tokens, and a template that can be written down by hand."""
+    return TextTools(ByteTokenizer(TEMPLATE), ChatTemplate(TEMPLATE, "<bos>", "<eos>"))
+
+
+class PacedEngine(FakeEngine):
+    """Takes a while for each step, as a model does, so that requests overlap."""
+
+    def step(self) -> Sequence[RequestOutput]:
+        time.sleep(0.01)
+        return super().step()
+
+
+def fake_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
+    """A paced engine of the config's sizes."""
+    engine = PacedEngine(
+        num_slots=config.engine.num_slots,
+        max_queue_len=config.engine.max_queue_len,
+        max_model_len=config.engine.max_model_len or 64,
+    )
+    return engine, ByteTokenizer(TEMPLATE)
