@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError, TokenizerError
 
+IdsAround = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids put before a text, and after it."""
+
 
 @dataclass(frozen=True)
 class TokenizerInfo:
@@ -22,6 +25,17 @@ class TokenizerInfo:
     """Jinja source, where the files hold one."""
     strips_leading_space: bool = False
     """Whether encoding puts a space before the text (SentencePiece's dummy prefix), so that decoding takes one off."""
+
+    def around(self, source: object, *, add_bos: bool, add_eos: bool) -> "IdsAround":
+        """What `add_special_tokens` adds. Raises `TokenizerError`, naming `source`, where there is no such token."""
+        before: tuple[int, ...] = ()
+        if add_bos:
+            if self.bos_token_id is None:
+                raise TokenizerError(f"{source} asks for a BOS token before every text but names none")
+            before = (self.bos_token_id,)
+        if add_eos and not self.eos_token_ids:
+            raise TokenizerError(f"{source} asks for an EOS token after every text but names none")
+        return before, self.eos_token_ids[:1] if add_eos else ()
 
 
 class Tokenizer(ABC):
@@ -82,7 +96,9 @@ class Tokenizer(ABC):
         """Token ids of `text`.
 
         `add_special_tokens` adds what the model's files ask for around a text (usually BOS). `parse_special` turns the
-        text of a control token ("<|im_end|>") into that token; without it, such text is ordinary text.
+        text of a control token ("<|im_end|>") into that token; without it, such text is ordinary text. A byte that the
+        vocabulary has no token for (SmolLM2's lacks six control characters, such as U+0004) is dropped, as by the
+        reference implementation.
 
         Raises `InvalidRequestError` for text that is not Unicode (a lone surrogate, as JSON's "\\ud800" gives).
         """

@@ -181,6 +181,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Jinja's own renders as nothing; a template that reaches for internals is not to go unnoticed."""
+        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is unsafe")
+
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and max(abs(left), abs(right)) > MAX_POWER_OPERAND:
             raise OverflowError(f"** has an operand above {MAX_POWER_OPERAND}")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import tokenizers
 
-from serve_app.text.base import Tokenizer, TokenizerInfo
+from serve_app.text.base import IdsAround, Tokenizer, TokenizerInfo
 
 
 class FastTokenizer(Tokenizer):
@@ -16,7 +16,7 @@ class FastTokenizer(Tokenizer):
         backend: tokenizers.Tokenizer,
         info: TokenizerInfo,
         piece_bytes: Callable[[int], bytes],
-        around: tuple[tuple[int, ...], tuple[int, ...]] | None,
+        around: IdsAround | None,
     ) -> None:
         """`around`: ids that `add_special_tokens` puts before and after a text; None: what the backend's own
         post-processor adds."""

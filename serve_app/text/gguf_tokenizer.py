@@ -1,32 +1,18 @@
 """The tokenizer inside a GGUF file."""
 
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from engine.errors import TokenizerError
-from serve_app.text.base import Tokenizer, TokenizerInfo
+from serve_app.text.base import Tokenizer
 from serve_app.text.fast_tokenizer import FastTokenizer
-from serve_app.text.gguf_metadata import MetadataValue, read_gguf_metadata
-from serve_app.text.pieces import byte_level_bytes, check_token_id
-
-_T = TypeVar("_T", bound=bool | int | str | list[MetadataValue])
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`; the numbers are SentencePiece's."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
+from serve_app.text.gguf_fields import GGUFFields, TokenType, read_gguf_fields
+from serve_app.text.gguf_sentencepiece import sentencepiece_tokenizer
+from serve_app.text.pieces import byte_level_bytes
 
 
 @dataclass(frozen=True)
@@ -89,89 +75,22 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
     Raises `TokenizerError` for a file that is missing, truncated or foreign, and for a tokenizer model or
     pre-tokenizer that is not known, by its name.
     """
-    fields = _Fields(path, read_gguf_metadata(path, lambda key: key.startswith("tokenizer.")))
+    fields = read_gguf_fields(path)
     model = fields.require("tokenizer.ggml.model", str)
-    if model != "gpt2":
-        raise TokenizerError(f"{path} has a tokenizer of model {model!r}; the known one is 'gpt2' (byte-level BPE)")
-    return _byte_level_bpe(fields)
+    if model == "gpt2":
+        return _byte_level_bpe(fields)
+    if model == "llama":
+        return sentencepiece_tokenizer(fields)
+    raise TokenizerError(
+        f"{path} has a tokenizer of model {model!r}; known are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)"
+    )
 
 
-class _Fields:
-    """Typed access to the metadata of one file."""
-
-    def __init__(self, path: Path, values: dict[str, MetadataValue]) -> None:
-        self.path = path
-        self._values = values
-
-    def get(self, key: str, kind: type[_T]) -> _T | None:
-        """The value of `key`, None where the file has none. Raises `TokenizerError` where it is no `kind`."""
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise TokenizerError(f"{self.path}: {key} is a {type(value).__name__}; expected a {kind.__name__}")
-        return value
-
-    def require(self, key: str, kind: type[_T]) -> _T:
-        """As `get`, but raises `TokenizerError` where the file has no `key`."""
-        value = self.get(key, kind)
-        if value is None:
-            raise TokenizerError(f"{self.path} has no {key}; it holds no usable tokenizer")
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        """The strings of `key`."""
-        values = self.require(key, list)
-        if not all(isinstance(v, str) for v in values):
-            raise TokenizerError(f"{self.path}: {key} holds something other than strings")
-        return values
-
-    def token_types(self, num_tokens: int) -> list[TokenType]:
-        """One type for each token; all are normal where the file does not say."""
-        values = self.get("tokenizer.ggml.token_type", list)
-        if values is None:
-            return [TokenType.NORMAL] * num_tokens
-        if len(values) != num_tokens:
-            raise TokenizerError(f"{self.path} has {num_tokens} tokens and {len(values)} token types")
-        try:
-            by_value = {v: TokenType(v) for v in set(values)}
-        except (ValueError, TypeError) as e:
-            raise TokenizerError(f"{self.path}: tokenizer.ggml.token_type: {e}") from e
-        return [by_value[v] for v in values]
-
-    def info(self, types: list[TokenType]) -> TokenizerInfo:
-        """The special tokens and the chat template."""
-
-        def token_id(name: str) -> int | None:
-            key = f"tokenizer.ggml.{name}_token_id"
-            return check_token_id(f"{self.path}: {key}", self.get(key, int), len(types))
-
-        # End of sequence, of turn, of message: a generation ends at each of them.
-        ends = [i for i in (token_id("eos"), token_id("eot"), token_id("eom")) if i is not None]
-        return TokenizerInfo(
-            vocab_size=len(types),
-            bos_token_id=token_id("bos"),
-            eos_token_ids=tuple(dict.fromkeys(ends)),
-            special_token_ids=frozenset(i for i, t in enumerate(types) if t in (TokenType.CONTROL, TokenType.UNKNOWN)),
-            chat_template=self.get("tokenizer.chat_template", str),
-        )
-
-    def around(self, info: TokenizerInfo, add_bos_default: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids that `add_special_tokens` puts before and after a text."""
-        add_bos = self.get("tokenizer.ggml.add_bos_token", bool)
-        add_bos = add_bos_default if add_bos is None else add_bos
-        add_eos = self.get("tokenizer.ggml.add_eos_token", bool) or False
-        if add_bos and info.bos_token_id is None:
-            raise TokenizerError(f"{self.path} asks for a BOS token before every text but names none")
-        if add_eos and not info.eos_token_ids:
-            raise TokenizerError(f"{self.path} asks for an EOS token after every text but names none")
-        before = (info.bos_token_id,) if add_bos and info.bos_token_id is not None else ()
-        return before, info.eos_token_ids[:1] if add_eos else ()
-
-
-def _byte_level_bpe(fields: _Fields) -> Tokenizer:
+def _byte_level_bpe(fields: GGUFFields) -> Tokenizer:
     tokens = fields.strings("tokenizer.ggml.tokens")
     types = fields.token_types(len(tokens))
+    if TokenType.BYTE in types:
+        raise TokenizerError(f"{fields.path} has byte tokens in a byte-level vocabulary, which spells bytes otherwise")
     pre = _pre_tokenizer(fields)
     backend = tokenizers.Tokenizer(_bpe_model(fields, tokens, pre.ignore_merges))
     backend.pre_tokenizer = pre.split
@@ -192,7 +111,7 @@ def _byte_level_bpe(fields: _Fields) -> Tokenizer:
     return FastTokenizer(backend, info, partial(_bytes_of, tokens, types), fields.around(info, pre.add_bos_token))
 
 
-def _pre_tokenizer(fields: _Fields) -> _PreTokenizer:
+def _pre_tokenizer(fields: GGUFFields) -> _PreTokenizer:
     name = fields.require("tokenizer.ggml.pre", str)
     make = _PRE_TOKENIZERS.get(name)
     if make is None:
@@ -203,7 +122,7 @@ def _pre_tokenizer(fields: _Fields) -> _PreTokenizer:
     return make()
 
 
-def _bpe_model(fields: _Fields, tokens: list[str], ignore_merges: bool) -> models.BPE:
+def _bpe_model(fields: GGUFFields, tokens: list[str], ignore_merges: bool) -> models.BPE:
     vocab = {text: i for i, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise TokenizerError(f"{fields.path} has {len(tokens) - len(vocab)} tokens that are spelled like another one")

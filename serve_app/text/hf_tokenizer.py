@@ -50,7 +50,10 @@ def load_hf_tokenizer(path: Path) -> Tokenizer:
         piece = backend.id_to_token(token_id)
         return b"" if piece is None else to_bytes(piece)
 
-    return FastTokenizer(backend, info, piece_bytes, _around(path, info, files))
+    around = None
+    if files.add_bos_token is not None or files.add_eos_token is not None:
+        around = info.around(path.parent, add_bos=bool(files.add_bos_token), add_eos=bool(files.add_eos_token))
+    return FastTokenizer(backend, info, piece_bytes, around)
 
 
 def _eos_token_ids(
@@ -67,17 +70,6 @@ def _id_of(path: Path, backend: tokenizers.Tokenizer, name: str, token: str | No
     if token is not None and token_id is None:
         raise TokenizerError(f"{path.parent}: {name} is {token!r}, which is no token of {path.name}")
     return token_id
-
-
-def _around(path: Path, info: TokenizerInfo, files: HfTokenizerFiles) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    if files.add_bos_token is None and files.add_eos_token is None:
-        return None
-    if files.add_bos_token and info.bos_token_id is None:
-        raise TokenizerError(f"{path.parent}: add_bos_token is true but no file names a BOS token")
-    if files.add_eos_token and not info.eos_token_ids:
-        raise TokenizerError(f"{path.parent}: add_eos_token is true but no file names an EOS token")
-    before = (info.bos_token_id,) if files.add_bos_token and info.bos_token_id is not None else ()
-    return before, info.eos_token_ids[:1] if files.add_eos_token else ()
 
 
 def _piece_decoder(path: Path, decoder: object) -> tuple[PieceBytes, bool]:

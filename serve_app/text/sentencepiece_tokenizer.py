@@ -6,7 +6,7 @@ from pathlib import Path
 import sentencepiece
 
 from engine.errors import TokenizerError
-from serve_app.text.base import Tokenizer, TokenizerInfo
+from serve_app.text.base import IdsAround, Tokenizer, TokenizerInfo
 from serve_app.text.hf_files import HfTokenizerFiles, read_hf_files
 from serve_app.text.pieces import SPACE_MARK, byte_piece, check_token_id, space_mark_bytes
 
@@ -23,7 +23,7 @@ class SentencePieceTokenizer(Tokenizer):
         self,
         processor: sentencepiece.SentencePieceProcessor,
         info: TokenizerInfo,
-        around: tuple[tuple[int, ...], tuple[int, ...]],
+        around: IdsAround,
     ) -> None:
         """`around`: ids that `add_special_tokens` puts before and after a text."""
         super().__init__(info)
@@ -70,18 +70,14 @@ def load_sentencepiece_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"{path} cannot be read as a SentencePiece model: {e}") from e
     files = read_hf_files(path.parent)
     _refuse_added_tokens(path, processor, files)
-    info = sentencepiece_info(processor, files.chat_template, path, files)
+    info = _info(processor, files.chat_template, path, files)
     has_config = (path.parent / "tokenizer_config.json").exists()
     add_bos = has_config if files.add_bos_token is None else files.add_bos_token
-    if add_bos and info.bos_token_id is None:
-        raise TokenizerError(f"{path.parent}: a BOS token is asked for but neither model nor config names one")
-    if files.add_eos_token and not info.eos_token_ids:
-        raise TokenizerError(f"{path.parent}: add_eos_token is true but neither model nor config names an EOS token")
-    before = (info.bos_token_id,) if add_bos and info.bos_token_id is not None else ()
-    return SentencePieceTokenizer(processor, info, (before, info.eos_token_ids[:1] if files.add_eos_token else ()))
+    around = info.around(path.parent, add_bos=add_bos, add_eos=bool(files.add_eos_token))
+    return SentencePieceTokenizer(processor, info, around)
 
 
-def sentencepiece_info(
+def _info(
     processor: sentencepiece.SentencePieceProcessor, chat_template: str | None, path: Path, files: HfTokenizerFiles
 ) -> TokenizerInfo:
     """Special tokens of a processor; those that `files` name come before its own."""
@@ -104,9 +100,13 @@ def sentencepiece_info(
         eos_token_ids=tuple(dict.fromkeys([*([] if eos is None else [eos]), *files.eos_token_ids])),
         special_token_ids=frozenset(i for i in range(vocab_size) if processor.is_control(i) or processor.is_unknown(i)),
         chat_template=chat_template,
-        # The library offers no way to ask for the normalizer's add_dummy_prefix, but any word shows it.
-        strips_leading_space="".join(processor.encode("a", out_type=str)).startswith(SPACE_MARK),
+        strips_leading_space=has_dummy_prefix(processor),
     )
+
+
+def has_dummy_prefix(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether the model puts a space before every text: the library does not say, but any word shows it."""
+    return "".join(processor.encode("a", out_type=str)).startswith(SPACE_MARK)
 
 
 def _refuse_added_tokens(path: Path, processor: sentencepiece.SentencePieceProcessor, files: HfTokenizerFiles) -> None:
