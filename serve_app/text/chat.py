@@ -119,11 +119,12 @@ class ChatTemplate:
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its content as one string."""
+    """The message with its content as one string, and without fields that are null: templates ask `is defined`."""
     where = f"messages[{index}]"
     if not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{where}.role is {message.get('role')!r}; expected a string", "messages")
     content = message.get("content")
+    message = {name: value for name, value in message.items() if value is not None}
     if content is None and message.get("tool_calls"):
         return {**message, "content": None}
     if isinstance(content, list):

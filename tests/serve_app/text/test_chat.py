@@ -68,6 +68,14 @@ def test_the_callers_messages_are_left_as_they_are() -> None:
     assert messages == [{"role": "user", "content": [{"type": "text", "text": "one"}]}]
 
 
+def test_a_field_that_is_null_is_not_defined() -> None:
+    message = {"role": "user", "content": "Hi", "tool_calls": None}
+    assert (
+        template("{{ messages[0].tool_calls is defined }} {{ 'name' in messages[0] }}").render([message])
+        == "False False"
+    )
+
+
 def test_content_may_be_null_beside_tool_calls() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}
     assert template("{{ messages[0].content is none }}").render([message]) == "True"
