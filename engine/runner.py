@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +114,8 @@ class _Program:
     rows_per_shard: int
     num_tokens: int
     max_blocks: int | None
+    all_logits: bool = False
+    """Returns the logits of every token, too: for verification."""
 
     @property
     def name(self) -> str:
@@ -165,7 +167,7 @@ class StepRunner:
             if progress is not None:
                 progress(done, len(programs), program.name)
             start = time.perf_counter()
-            sampled = self._run((), program)
+            sampled, _ = self._run((), program)
             jax.block_until_ready(sampled)
             seconds[program.name] = time.perf_counter() - start
         if progress is not None:
@@ -177,9 +179,9 @@ class StepRunner:
         """Starts a step; `fetch` waits for it."""
         prefill = decode = None
         if plan.prefill:
-            prefill = self._run(plan.prefill, self._program(plan.prefill, 1, plan.prefill_bucket))
+            prefill, _ = self._run(plan.prefill, self._program(plan.prefill, 1, plan.prefill_bucket))
         if plan.decode:
-            decode = self._run(plan.decode, self._program(plan.decode, plan.decode_rows, 1))
+            decode, _ = self._run(plan.decode, self._program(plan.decode, plan.decode_rows, 1))
         return StepHandle(plan, prefill, decode)
 
     def fetch(self, handle: StepHandle) -> StepResult:
@@ -197,19 +199,16 @@ class StepRunner:
     def all_logits(self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int) -> np.ndarray:
         """Runs one step and returns the logits of every token, float32 [V, B, T]; rows as `row_indices` places them.
 
-        For verification only: it compiles a program of its own.
+        For verification only: it compiles programs of its own, each at its first use.
         """
-        shape = self._shape(rows_per_shard, num_tokens)
-        program = compile_step(
-            self.decoder,
-            self.params,
-            self._state,
-            shape,
-            self._program(rows, rows_per_shard, num_tokens).max_blocks,
-            True,
-        )
-        self._state, _, logits = program(self.params, self._state, self._put(rows, shape))
-        return np.asarray(logits).reshape(-1, shape.num_rows, num_tokens)
+        program = replace(self._program(rows, rows_per_shard, num_tokens), all_logits=True)
+        _, logits = self._run(rows, program)
+        return np.asarray(logits).reshape(-1, self.sizes.num_shards * rows_per_shard, num_tokens)
+
+    @property
+    def compiled_programs(self) -> dict[str, jax.stages.Compiled]:
+        """The serving programs compiled so far, by name: for inspection."""
+        return {p.name: compiled for p, compiled in self._programs.items() if not p.all_logits}
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes over all devices of weights and cache."""
@@ -234,16 +233,18 @@ class StepRunner:
         s = self.sizes
         return BatchShape(s.num_shards, rows_per_shard, num_tokens, s.num_columns, s.num_slots)
 
-    def _run(self, rows: Sequence[PlanRow], program: _Program) -> Sampled:
+    def _run(self, rows: Sequence[PlanRow], program: _Program) -> tuple[Sampled, jax.Array | None]:
         shape = self._shape(program.rows_per_shard, program.num_tokens)
         compiled = self._programs.get(program)
         if compiled is None:
-            compiled = compile_step(self.decoder, self.params, self._state, shape, program.max_blocks)
+            compiled = compile_step(
+                self.decoder, self.params, self._state, shape, program.max_blocks, program.all_logits
+            )
             self._programs[program] = compiled
-        self._state, sampled, _ = compiled(self.params, self._state, self._put(rows, shape))
+        self._state, sampled, logits = compiled(self.params, self._state, self._put(rows, shape))
         if self._wait_each_step:
             jax.block_until_ready(sampled)
-        return sampled
+        return sampled, logits
 
     def _put(self, rows: Sequence[PlanRow], shape: BatchShape) -> tuple:
         return jax.device_put(pack_rows(rows, shape), NamedSharding(self.decoder.mesh, P(DATA, None)))
