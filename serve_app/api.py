@@ -68,18 +68,21 @@ class TextTools:
 class Api:
     """The endpoints. `app` is the ASGI application."""
 
-    def __init__(self, backend: Backend, text: TextTools, config: AppConfig) -> None:
+    def __init__(
+        self, backend: Backend, text: TextTools, config: AppConfig, *, returns_request_id: bool = True
+    ) -> None:
+        """`returns_request_id`: see `RequestContext`."""
         self._backend = backend
         self._text = text
         self._limits = config.limits
         self._model = config.model.name
         self._started_at = int(time.time())
         self.metrics = Metrics()
-        self.app = self._build_app()
+        self.app = self._build_app(returns_request_id)
 
-    def _build_app(self) -> FastAPI:
+    def _build_app(self, returns_request_id: bool) -> FastAPI:
         app = FastAPI(title="jax-serve", docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_middleware(RequestContext, metrics=self.metrics)
+        app.add_middleware(RequestContext, metrics=self.metrics, returns_id=returns_request_id)
         app.add_exception_handler(HTTPException, _raise_as_json_error)
         app.post("/v1/completions")(self.completions)
         app.post("/v1/chat/completions")(self.chat_completions)

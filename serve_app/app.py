@@ -6,7 +6,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 
 from serve_app.config import AppConfig, parse_app_config
-from serve_app.factories import EngineFactory, TextFactory
+from serve_app.factories import EngineFactory, TextFactory, build_engine_lazily, build_text_lazily
 from serve_app.ingress import Ingress
 from serve_app.replica import Replica
 
@@ -16,11 +16,7 @@ _INGRESS_HEADROOM = 64
 
 def build(args: dict[str, Any]) -> Application:
     """The application of a config file; `args` is that of the file. Raises `ConfigError` naming every wrong field."""
-    # Only the processes that use them should import them: the engine brings JAX.
-    from serve_app.builder import build_engine
-    from serve_app.text_builder import build_text
-
-    return build_app(parse_app_config(args), build_engine, build_text)
+    return build_app(parse_app_config(args), build_engine_lazily, build_text_lazily)
 
 
 def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: TextFactory) -> Application:

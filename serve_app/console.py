@@ -9,8 +9,10 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 def say(line: str) -> None:
     """One line on stdout, at once. In a Serve replica Ray carries it to the terminal of `serve run`."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    # Serve puts its own log in the place of sys.stdout; the process's own stdout is what reaches the terminal.
+    stdout = sys.__stdout__ or sys.stdout
+    stdout.write(line + "\n")
+    stdout.flush()
 
 
 def configure_logging(level: str) -> None:
@@ -19,7 +21,7 @@ def configure_logging(level: str) -> None:
     logger.setLevel(level)
     logger.propagate = False
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         logger.addHandler(handler)
 

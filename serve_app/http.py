@@ -109,9 +109,11 @@ def log_error(error: BaseException, request_id: str, status: int) -> None:
 class RequestContext:
     """The outermost ASGI layer: request ids, errors as JSON, counts."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, returns_id: bool) -> None:
+        """`returns_id`: whether to answer with x-request-id; behind Serve's proxy, the proxy does."""
         self._app = app
         self._metrics = metrics
+        self._returns_id = returns_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -126,7 +128,8 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                if self._returns_id:
+                    message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 
         try:

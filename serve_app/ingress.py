@@ -92,7 +92,7 @@ class Ingress:
     ) -> None:
         configure_logging(config.log_level)
         self._backend = HandleBackend(replicas)
-        self._api = Api(self._backend, text_factory(config), config)
+        self._api = Api(self._backend, text_factory(config), config, returns_request_id=False)
         # The reference keeps the task alive; nobody waits for it.
         self._announcement = asyncio.create_task(_announce(self._backend, config.model.name))
 

@@ -22,7 +22,9 @@ def known_fields(model: type[BaseModel], path: Iterable[int | str]) -> list[str]
     """Names of the fields where `path` (of a validation error) ends, its last part left out."""
     fields = model.model_fields
     for part in list(path)[:-1]:
-        annotation = fields[part].annotation if isinstance(part, str) and part in fields else None
+        if isinstance(part, int):
+            continue  # an item of a list: the list's own annotation has led to its type
+        annotation = fields[part].annotation if part in fields else None
         nested = [a for a in _alternatives(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
         if not nested:
             return []

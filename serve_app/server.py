@@ -1,0 +1,77 @@
+"""A Ray cluster with this application on it, from start to drained end."""
+
+from types import TracebackType
+
+import logging
+
+import ray
+from ray import serve
+
+from serve_app.app import build_app
+from serve_app.config import ServeFile
+from serve_app.console import say
+from serve_app.factories import EngineFactory, TextFactory, build_engine_lazily, build_text_lazily
+
+
+class Server:
+    """Context manager: Ray is up inside it, and down (or left as it was found) after it."""
+
+    def __init__(
+        self,
+        file: ServeFile,
+        address: str | None = None,
+        *,
+        engine_factory: EngineFactory = build_engine_lazily,
+        text_factory: TextFactory = build_text_lazily,
+        temp_dir: str | None = None,
+    ) -> None:
+        """`address`: a running cluster to join; None starts one on this machine, with its files in `temp_dir`."""
+        self._file = file
+        self._address = address
+        self._engine_factory = engine_factory
+        self._text_factory = text_factory
+        self._temp_dir = temp_dir
+
+    def __enter__(self) -> "Server":
+        # Ray's and Serve's own progress is in their log files; here only what is wrong.
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        runtime_env = self._file.application.runtime_env or None
+        if self._address is not None:
+            ray.init(address=self._address, namespace="serve", runtime_env=runtime_env, logging_level=logging.WARNING)
+        else:
+            ray.init(
+                address="local",
+                namespace="serve",
+                runtime_env=runtime_env,
+                logging_level=logging.WARNING,
+                include_dashboard=False,
+                _temp_dir=self._temp_dir,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._address is None:
+            serve.shutdown()
+        else:
+            serve.delete(self._file.application.name)
+        ray.shutdown()
+
+    def start(self) -> None:
+        """Returns once every replica is warm. Raises `RuntimeError` with the reason where one cannot start."""
+        application = self._file.application
+        serve.start(
+            proxy_location=self._file.proxy_location, http_options=self._file.http_options.model_dump(exclude_none=True)
+        )
+        app = build_app(application.args, self._engine_factory, self._text_factory)
+        serve.run(app, name=application.name, route_prefix=application.route_prefix)
+
+    def drain(self) -> None:
+        """Refuses new requests (503) and returns when those that run have ended, or their time is up."""
+        timeout_s = self._file.application.args.serving.graceful_shutdown_s
+        ingress = serve.get_app_handle(self._file.application.name)
+        try:
+            ingress.broadcast("drain").results(timeout_s=timeout_s)
+        except TimeoutError:
+            say(f"requests still run after {timeout_s:g} s; they are cancelled")
