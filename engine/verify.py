@@ -72,8 +72,10 @@ def load_references(path: Path, prefix: str = "") -> list[PromptReference]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path}: damaged, or not an .npz file of plain arrays") from error
     prompts = sorted(int(match[1]) for name in arrays if (match := re.fullmatch(r"prompt(\d+)", name)))
     if not prompts:
         raise CheckpointError(f"{path}: no array prompt0; expected prompt<j> for each prompt")
@@ -214,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
 def _provide_cpu_devices(count: int) -> None:
     """Lets the CPU stand for `count` devices, before the first use of any; other platforms are not concerned."""
     forced = "host_platform_device_count" in os.getenv("XLA_FLAGS", "")
-    if not forced and count > max(1, jax.config.read("jax_num_cpu_devices")):
+    if not forced and count > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", count)
 
 
