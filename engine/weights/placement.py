@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 def allocate(target: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
     """Zeros of the target's shape and dtype, made on the devices that hold them."""
-    return jax.jit(partial(jnp.zeros, target.shape, target.dtype), out_shardings=sharding)()
+    make = jax.jit(_zeros, static_argnums=(0, 1), out_shardings=sharding)
+    return make(tuple(target.shape), np.dtype(target.dtype))
 
 
 def place(host: np.ndarray, target: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
@@ -42,13 +43,19 @@ def _to_devices(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
 
 
-@partial(jax.jit, static_argnames=("dtype", "sharding"))
-def _convert(whole: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(whole.astype(dtype), sharding)
+# At module level, because jit finds its compiled programs again by the function's identity.
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def _convert(whole: jax.Array, dtype: np.dtype) -> jax.Array:
+    return whole.astype(dtype)
 
 
 def _cast(whole: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
-    return whole if whole.dtype == dtype else _convert(whole, np.dtype(dtype), sharding)
+    if whole.dtype == dtype:
+        return whole
+    return jax.jit(_convert, static_argnums=1, out_shardings=sharding)(whole, np.dtype(dtype))
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames=("sharding",))

@@ -46,7 +46,7 @@ def test_tensors_lie_where_the_gguf_package_finds_them(file):
 
 def test_a_file_cut_anywhere_is_refused(file):
     whole = file.read_bytes()
-    for length in range(0, len(whole) - 32):  # the last tensor is padded to 32 bytes
+    for length in range(len(whole) - 32):  # the last tensor is padded to 32 bytes
         file.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"model\.gguf"):
             read_gguf_header(file)

@@ -1,0 +1,295 @@
+import weakref
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.errors import CheckpointError
+from engine.weights.families import FAMILIES
+from engine.weights.hf import HFSource
+from engine.weights.load import check_values, load_config, load_from_source, load_params
+
+from .checkpoints import (
+    LLAMA_CONFIG,
+    MIXTRAL_CONFIG,
+    llama_tensors,
+    mixtral_tensors,
+    reference_dir,
+    write_checkpoint,
+    write_sharded,
+)
+from .trees import abstract_tree, mesh_of, sharding_on
+
+
+def load(path: Path, num_devices: int = 1, dtype=jnp.float32, progress=None):
+    config = load_config(path)
+    return load_params(path, config, abstract_tree(config, dtype), sharding_on(mesh_of(num_devices)), progress)
+
+
+def attention_names(layer: int) -> dict[str, str]:
+    prefix = f"model.layers.{layer}"
+    return {
+        "layers/block/attention_norm/scale": f"{prefix}.input_layernorm.weight",
+        "layers/block/attention/q/w": f"{prefix}.self_attn.q_proj.weight",
+        "layers/block/attention/k/w": f"{prefix}.self_attn.k_proj.weight",
+        "layers/block/attention/v/w": f"{prefix}.self_attn.v_proj.weight",
+        "layers/block/attention/o/w": f"{prefix}.self_attn.o_proj.weight",
+        "layers/block/ffn_norm/scale": f"{prefix}.post_attention_layernorm.weight",
+    }
+
+
+def ffn_names(layer: int) -> dict[str, str]:
+    prefix = f"model.layers.{layer}.mlp"
+    return {
+        "layers/block/ffn/gate/w": f"{prefix}.gate_proj.weight",
+        "layers/block/ffn/up/w": f"{prefix}.up_proj.weight",
+        "layers/block/ffn/down/w": f"{prefix}.down_proj.weight",
+    }
+
+
+def qk_norm_names(layer: int) -> dict[str, str]:
+    prefix = f"model.layers.{layer}.self_attn"
+    return {
+        "layers/block/attention/q_norm/scale": f"{prefix}.q_norm.weight",
+        "layers/block/attention/k_norm/scale": f"{prefix}.k_norm.weight",
+    }
+
+
+def qkv_bias_names(layer: int) -> dict[str, str]:
+    prefix = f"model.layers.{layer}.self_attn"
+    return {f"layers/block/attention/{name}/b": f"{prefix}.{name}_proj.bias" for name in ("q", "k", "v")}
+
+
+def mixtral_names(layer: int) -> dict[str, str]:
+    prefix = f"model.layers.{layer}.block_sparse_moe"
+    return {
+        "layers/block/moe/router/w": f"{prefix}.gate.weight",
+        "layers/block/moe/gate/w": f"{prefix}.experts.*.w1.weight",
+        "layers/block/moe/down/w": f"{prefix}.experts.*.w2.weight",
+        "layers/block/moe/up/w": f"{prefix}.experts.*.w3.weight",
+    }
+
+
+def qwen3_moe_names(layer: int) -> dict[str, str]:
+    prefix = f"model.layers.{layer}.mlp"
+    return {
+        "layers/block/moe/router/w": f"{prefix}.gate.weight",
+        "layers/block/moe/gate/w": f"{prefix}.experts.*.gate_proj.weight",
+        "layers/block/moe/up/w": f"{prefix}.experts.*.up_proj.weight",
+        "layers/block/moe/down/w": f"{prefix}.experts.*.down_proj.weight",
+    }
+
+
+def assert_params_equal_file(params, tensors, *names_of_layer, num_layers=3, dtype=np.float32):
+    """Every parameter is what the file holds under the names written out above, and there is no other."""
+    expected = {"embed/w": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
+    if "lm_head.weight" in tensors:
+        expected["lm_head/w"] = tensors["lm_head.weight"]
+    for layer in range(num_layers):
+        for path, name in (item for names in names_of_layer for item in names(layer).items()):
+            expected.setdefault(path, []).append(_tensor(tensors, name))
+    found = {f"{module}/{name}": array for module, rest in params.items() for name, array in rest.items()}
+    assert found.keys() == expected.keys()
+    for path, array in found.items():
+        assert array.dtype == dtype
+        np.testing.assert_array_equal(array, np.asarray(expected[path]).astype(dtype), err_msg=path)
+
+
+def _tensor(tensors, name):
+    if "*" not in name:
+        return tensors[name]
+    num_experts = sum(1 for expert in range(100) if name.replace("*", str(expert)) in tensors)
+    return [tensors[name.replace("*", str(expert))] for expert in range(num_experts)]
+
+
+REFERENCES = {
+    "llama-tiny": (attention_names, ffn_names),
+    "llama3-rope-tiny": (attention_names, ffn_names),
+    "mistral-window-tiny": (attention_names, ffn_names),
+    "qwen2-tiny": (attention_names, ffn_names, qkv_bias_names),
+    "qwen3-tiny": (attention_names, ffn_names, qk_norm_names),
+    "mixtral-tiny": (attention_names, mixtral_names),
+    "qwen3-moe-tiny": (attention_names, qk_norm_names, qwen3_moe_names),
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_reference_checkpoints_are_loaded_whole(name, num_devices):
+    path = reference_dir(f"hf/{name}")
+    assert_params_equal_file(load(path, num_devices), load_file(path / "model.safetensors"), *REFERENCES[name])
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("write_files", [write_checkpoint, write_sharded])
+@pytest.mark.parametrize("file_dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+def test_a_llama_of_one_or_more_files(tmp_path, num_devices, write_files, file_dtype):
+    tensors = {name: tensor.astype(file_dtype) for name, tensor in llama_tensors().items()}
+    path = write_files(tmp_path, LLAMA_CONFIG, tensors)
+    assert_params_equal_file(load(path, num_devices), tensors, attention_names, ffn_names)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("target", [jnp.float32, jnp.bfloat16])
+def test_a_mixture_of_experts(tmp_path, num_devices, target):
+    tensors = mixtral_tensors()
+    path = write_checkpoint(tmp_path, MIXTRAL_CONFIG, tensors)
+    params = load(path, num_devices, target)
+    assert_params_equal_file(params, tensors, attention_names, mixtral_names, dtype=target)
+
+
+def test_parameters_lie_where_they_were_asked_to(tmp_path):
+    path = write_checkpoint(tmp_path, LLAMA_CONFIG, llama_tensors())
+    sharding_for = sharding_on(mesh_of(8))
+    config = load_config(path)
+    params = load_params(path, config, abstract_tree(config), sharding_for)
+    up = params["layers/block/ffn/up"]["w"]
+    assert up.sharding == sharding_for("layers/block/ffn/up/w", up.shape)
+    assert up.addressable_shards[0].data.shape == (3, 2, 10)
+
+
+def test_a_tied_head_that_equals_the_embedding_is_no_surplus(tmp_path):
+    tensors = llama_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    path = write_checkpoint(tmp_path, LLAMA_CONFIG | {"tie_word_embeddings": True}, tensors)
+    assert "lm_head" not in load(path)
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path, LLAMA_CONFIG | {"tie_word_embeddings": True}, llama_tensors())
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"):
+        load(path)
+
+
+def test_saved_rotary_frequencies_are_no_surplus(tmp_path):
+    tensors = llama_tensors()
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32) for i in range(3)}
+    assert_params_equal_file(
+        load(write_checkpoint(tmp_path, LLAMA_CONFIG, tensors | extra)), tensors, attention_names, ffn_names
+    )
+
+
+NAN = np.zeros((16, 10), np.float32)
+NAN[3, 4] = np.nan
+INFINITE = np.zeros((40, 10), np.float32)
+INFINITE[39, 9] = -np.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model.layers.1.mlp.up_proj.weight": None},
+            r"'model\.layers\.1\.mlp\.up_proj\.weight' \(for layers/block/ffn",
+        ),
+        ({"lm_head.weight": None}, r"'lm_head\.weight' \(for lm_head/w\) missing"),
+        ({"model.layers.3.mlp.up_proj.weight": NAN}, r"'model\.layers\.3\.mlp\.up_proj\.weight' left over"),
+        ({"model.layers.0.self_attn.q_proj.bias": NAN[:, 0].copy()}, r"q_proj\.bias' left over"),
+        (
+            {"model.layers.2.mlp.down_proj.weight": np.zeros((16, 10), np.float32)},
+            r"model\.safetensors: tensor 'model\.layers\.2\.mlp\.down_proj\.weight' has shape \[16, 10\]; the config "
+            r"asks for \[10, 16\] \(layers/block/ffn/down/w\)",
+        ),
+        ({"model.embed_tokens.weight": np.zeros((41, 10), np.float32)}, r"has shape \[41, 10\]; .* \[40, 10\]"),
+        ({"model.norm.weight": np.zeros(10, np.int8)}, r"'model\.norm\.weight' has dtype int8; expected one of"),
+        ({"model.norm.weight": np.zeros(10, ml_dtypes.float8_e4m3fn)}, "has dtype float8_e4m3fn"),
+        ({"model.layers.1.mlp.gate_proj.weight": NAN}, r"'model\.layers\.1\.mlp\.gate_proj\.weight' holds NaN"),
+        ({"lm_head.weight": INFINITE}, r"'lm_head\.weight' holds NaN or infinite values"),
+    ],
+)
+def test_a_wrong_tensor_is_named(tmp_path, changes, message):
+    tensors = llama_tensors() | changes
+    path = write_checkpoint(tmp_path, LLAMA_CONFIG, {name: t for name, t in tensors.items() if t is not None})
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+def test_long_lists_of_missing_tensors_are_cut(tmp_path):
+    tensors = {name: t for name, t in llama_tensors().items() if "self_attn" not in name}
+    with pytest.raises(CheckpointError, match=r"^.*: 12 tensors \(.*, and 7 more\) missing from the checkpoint"):
+        load(write_checkpoint(tmp_path, LLAMA_CONFIG, tensors))
+
+
+def test_nothing_is_read_before_all_names_and_shapes_are_right(tmp_path):
+    path = write_checkpoint(tmp_path, LLAMA_CONFIG, llama_tensors() | {"surplus": np.ones(3, np.float32)})
+    config = load_config(path)
+
+    class Unreadable(HFSource):
+        def read(self, name: str) -> np.ndarray:
+            raise AssertionError(f"{name} was read")
+
+    with closing(Unreadable(path)) as source, pytest.raises(CheckpointError, match="'surplus' left over"):
+        load_from_source(source, FAMILIES["llama"].weights, config, abstract_tree(config), sharding_on(mesh_of(1)))
+
+
+def test_a_parameter_that_the_family_does_not_know_is_named(tmp_path):
+    path = write_checkpoint(tmp_path, LLAMA_CONFIG, llama_tensors())
+    config = load_config(path)
+    abstract = abstract_tree(config) | {"soft_prompt": {"w": jax.ShapeDtypeStruct((3, 10), jnp.float32)}}
+    with pytest.raises(CheckpointError, match="'soft_prompt/w', for which its family knows no tensor"):
+        load_params(path, config, abstract, sharding_on(mesh_of(1)))
+
+
+def test_a_value_beyond_the_target_dtype_is_named(tmp_path):
+    tensors = llama_tensors()
+    tensors["model.norm.weight"][4] = 70000.0
+    path = write_checkpoint(tmp_path, LLAMA_CONFIG, tensors)
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' holds a value of magnitude 70000, above 65504"):
+        load(path, dtype=jnp.float16)
+    assert load(path, dtype=jnp.bfloat16)["final_norm"]["scale"][4] == jnp.bfloat16(70000.0)
+
+
+def test_progress_counts_every_byte_once(tmp_path):
+    tensors = llama_tensors()
+    calls = []
+    load(write_checkpoint(tmp_path, LLAMA_CONFIG, tensors), progress=lambda *call: calls.append(call))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert [call[0] for call in calls] == np.cumsum([tensors[name].nbytes for _, _, name in calls]).tolist()
+    assert calls[-1][0] == total
+    assert {call[1] for call in calls} == {total}
+    assert sorted(call[2] for call in calls) == sorted(tensors)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_the_host_holds_one_stacked_tensor_at_a_time(tmp_path, num_devices):
+    path = write_checkpoint(tmp_path, MIXTRAL_CONFIG, mixtral_tensors())
+    config = load_config(path)
+    alive: list[weakref.ref] = []
+    most_alive = 0
+
+    class Counting(HFSource):
+        def read(self, name: str) -> np.ndarray:
+            nonlocal most_alive
+            array = super().read(name)
+            if "layers" in name:
+                alive.append(weakref.ref(array))
+            most_alive = max(most_alive, sum(ref() is not None for ref in alive))
+            return array
+
+    with closing(Counting(path)) as source:
+        sharding_for = sharding_on(mesh_of(num_devices))
+        load_from_source(source, FAMILIES["mixtral"].weights, config, abstract_tree(config), sharding_for)
+    # One being read, and the one before it, whose name `_load_param` still holds.
+    assert len(alive) == 93
+    assert most_alive <= 2
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 7, (1 << 18) + 5])
+def test_one_bad_value_anywhere_is_found(dtype, bad, position):
+    values = np.zeros((1 << 18) + 6, dtype)
+    values[:4] = [1, -1, ml_dtypes.finfo(dtype).max if dtype != np.float64 else 3e38, -0.0]
+    check_values(Path("f"), "t", values, np.dtype(np.float32))
+    values[position] = bad
+    with pytest.raises(CheckpointError, match="f: tensor 't' holds NaN or infinite values"):
+        check_values(Path("f"), "t", values, np.dtype(np.float32))
+
+
+def test_an_empty_tensor_is_finite():
+    check_values(Path("f"), "t", np.zeros((0, 3), np.float32), np.dtype(np.float32))

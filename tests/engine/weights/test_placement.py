@@ -1,0 +1,80 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from engine.weights import placement
+from engine.weights.placement import allocate, place, write
+
+SHAPE = (3, 8, 4, 6)
+
+
+def mesh(data: int, model: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: data * model]).reshape(data, model), ("data", "model"))
+
+
+SHARDINGS = [
+    (mesh, (1, 1), P()),
+    (mesh, (1, 8), P(None, "model", None, None)),
+    (mesh, (2, 4), P(None, "model")),
+    (mesh, (2, 2), P(None, None, "model", "data")),
+    (mesh, (2, 4), P(None, ("data", "model"), None, None)),
+    (mesh, (3, 2), P("data", "model", None, None)),
+]
+
+
+@pytest.mark.parametrize(("make", "axes", "spec"), SHARDINGS)
+@pytest.mark.parametrize("num_leading", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_pieces_written_in_any_order_make_the_whole(make, axes, spec, num_leading, dtype):
+    whole = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+    sharding = NamedSharding(make(*axes), spec)
+    stacked = allocate(jax.ShapeDtypeStruct(SHAPE, dtype), sharding)
+    indices = list(itertools.product(*(range(size) for size in SHAPE[:num_leading])))
+    for index in reversed(indices):
+        stacked = write(stacked, whole[index], index)
+    assert stacked.sharding.is_equivalent_to(sharding, len(SHAPE))
+    assert stacked.dtype == dtype
+    np.testing.assert_array_equal(stacked, whole.astype(dtype))
+
+
+def test_what_is_not_written_stays_as_it_was():
+    sharding = NamedSharding(mesh(1, 8), P(None, "model"))
+    stacked = write(allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), sharding), np.ones((4, 6), np.float32), (1, 5))
+    expected = np.zeros(SHAPE)
+    expected[1, 5] = 1
+    np.testing.assert_array_equal(stacked, expected)
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), P(None, None, "model"), P()])
+def test_writing_reuses_the_memory(spec):
+    stacked = allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), NamedSharding(mesh(1, 2), spec))
+    before = [shard.data.unsafe_buffer_pointer() for shard in stacked.addressable_shards]
+    after = write(stacked, np.ones((8, 4, 6), np.float32), (2,))
+    assert stacked.is_deleted()
+    assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == before
+
+
+def test_one_program_serves_every_index():
+    stacked = allocate(jax.ShapeDtypeStruct((5, 7), jnp.float32), NamedSharding(mesh(1, 1), P()))
+    before = placement._write._cache_size()
+    for layer in range(5):
+        stacked = write(stacked, np.full(7, layer, np.float32), (layer,))
+    assert placement._write._cache_size() == before + 1
+
+
+@pytest.mark.parametrize("spec", [P("model", None), P(None, "model"), P()])
+@pytest.mark.parametrize("source", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("target", [jnp.float32, jnp.bfloat16])
+def test_a_whole_parameter_is_placed_and_cast(spec, source, target):
+    values = (np.arange(32, dtype=np.float32).reshape(8, 4) / 3).astype(source)
+    sharding = NamedSharding(mesh(1, 4), spec)
+    placed = place(values, jax.ShapeDtypeStruct((8, 4), target), sharding)
+    assert placed.sharding.is_equivalent_to(sharding, 2)
+    assert placed.dtype == target
+    np.testing.assert_array_equal(placed, values.astype(np.float32).astype(target))
