@@ -77,8 +77,8 @@ def _plan_param(path: str, target: jax.ShapeDtypeStruct, source: TensorSource, w
         Piece(pattern.format(**dict(zip(axes, index, strict=True))), index)
         for index in itertools.product(*(range(size) for size in target.shape[: len(axes)]))
     )
-    if path in weights.optional:
-        pieces = (piece for piece in pieces if piece.name in source.tensors)
+    if path in weights.first_layer_only:
+        pieces = (piece for piece in pieces if piece.index[0] == 0)
     return ParamPlan(path, target, tuple(pieces), len(axes))
 
 

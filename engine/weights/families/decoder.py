@@ -81,7 +81,11 @@ class CommonFields(TypedDict):
 
 
 def common_fields(
-    config: HFConfig, family: str, intermediate_key: str = "intermediate_size", default_rope_theta: float | None = None
+    config: HFConfig,
+    family: str,
+    intermediate_key: str = "intermediate_size",
+    norm_eps_key: str = "rms_norm_eps",
+    default_rope_theta: float | None = None,
 ) -> CommonFields:
     """Reads what every family has. Raises `CheckpointError` naming the key."""
     if config.has("quantization_config"):
@@ -107,7 +111,7 @@ def common_fields(
         head_size=config.integer("head_dim", default=max(hidden_size // num_heads, 1)),
         intermediate_size=config.integer(intermediate_key),
         max_position_embeddings=config.integer("max_position_embeddings"),
-        norm_eps=config.number("rms_norm_eps"),
+        norm_eps=config.number(norm_eps_key),
         activation=config.activation(),
         rope_theta=theta,
         rope_scaling=scaling,

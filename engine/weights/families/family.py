@@ -33,8 +33,8 @@ class WeightMap:
     """By parameter path; absent: taken as it is."""
     extras: Mapping[str, ExtraCheck] = field(default_factory=dict)
     """Patterns of tensors that a checkpoint may hold beside the parameters, each with its check."""
-    optional: frozenset[str] = frozenset()
-    """Parameters that are zero in the layers for which the checkpoint has no tensor."""
+    first_layer_only: frozenset[str] = frozenset()
+    """Parameters for which a checkpoint has a tensor in its first layer only; in the other layers they are zero."""
 
 
 @dataclass(frozen=True)

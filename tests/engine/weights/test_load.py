@@ -143,6 +143,35 @@ def test_a_mixture_of_experts(tmp_path, num_devices, target):
     assert_params_equal_file(params, tensors, attention_names, mixtral_names, dtype=target)
 
 
+PI05_LAYER = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "attention_norm/bias": "input_layernorm.bias",
+    "ffn_norm/scale": "post_attention_layernorm.weight",
+    "ffn_norm/bias": "post_attention_layernorm.bias",
+    "ffn/up/w": "mlp.fc1.weight",
+    "ffn/up/b": "mlp.fc1.bias",
+    "ffn/down/w": "mlp.fc2.weight",
+    "ffn/down/b": "mlp.fc2.bias",
+} | {f"attention/{p}/w": f"self_attn.{p}_proj.weight" for p in "qkvo"}
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_pi05_with_biases_in_its_first_layer_only(num_devices):
+    path = reference_dir("hf/pi05-tiny")
+    tensors = load_file(path / "model.safetensors")
+    params = load(path, num_devices)
+    flat = {f"{module}/{name}": np.asarray(array) for module, rest in params.items() for name, array in rest.items()}
+    for projection in "qkvo":
+        bias = flat.pop(f"layers/block/attention/{projection}/b")
+        np.testing.assert_array_equal(bias[0], tensors[f"model.layers.0.self_attn.{projection}_proj.bias"])
+        np.testing.assert_array_equal(bias[1:], np.zeros((2, 64)))
+    for path, name in PI05_LAYER.items():
+        expected = [tensors[f"model.layers.{layer}.{name}"] for layer in range(3)]
+        np.testing.assert_array_equal(flat.pop(f"layers/block/{path}"), expected, err_msg=path)
+    np.testing.assert_array_equal(flat.pop("final_norm/bias"), tensors["model.norm.bias"])
+    assert flat.keys() == {"embed/w", "lm_head/w", "final_norm/scale"}
+
+
 def test_parameters_lie_where_they_were_asked_to(tmp_path):
     path = write_checkpoint(tmp_path, LLAMA_CONFIG, llama_tensors())
     sharding_for = sharding_on(mesh_of(8))

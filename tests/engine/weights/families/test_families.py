@@ -20,12 +20,14 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "pi05": "Pi05ForCausalLM",
 }
 
 NEEDED: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "norm_topk_prob": True},
+    "pi05": {"sliding_window": None, "layer_norm_eps": 1e-5, "attention_bias": "first layer only"},
 }
 
 
@@ -74,6 +76,20 @@ REFERENCE_CONFIGS = {
     "mixtral-tiny": common("mixtral") | {"rope_theta": 1e6, "moe": MoEConfig(8, 2, 176, True)},
     "qwen3-moe-tiny": common("qwen3_moe")
     | {"rope_theta": 1e6, "qk_norm": True, "head_size": 24, "intermediate_size": 40, "moe": MoEConfig(16, 4, 40, True)},
+    "pi05-tiny": common("pi05")
+    | {
+        "num_heads": 4,
+        "head_size": 16,
+        "intermediate_size": 192,
+        "max_position_embeddings": 128,
+        "activation": "gelu",
+        "norm": "layer",
+        "gated": False,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "ffn_bias": True,
+        "layer_windows": (16, 16, 16),
+    },
 }
 
 
@@ -166,6 +182,8 @@ def test_qwen_windows(parse, family, changes, expected):
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ("pi05", {"attention_bias": True}, "attention_bias is True: expected 'first layer only'"),
+        ("pi05", {"layer_norm_eps": None}, "layer_norm_eps is missing"),
         ("qwen3_moe", {"num_experts": None}, "num_experts or num_local_experts is missing"),
     ],
 )
