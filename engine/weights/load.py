@@ -149,7 +149,7 @@ def _largest_magnitude(values: np.ndarray) -> float:
     """max |x|, infinite or NaN where a value is.
 
     The bit patterns of floats without their sign order as the magnitudes do, with infinities and NaNs above all finite
-    ones; unlike isfinite, integer maxima are fast for every dtype and need no second array.
+    ones: one pass over the bits, without a second array, tells both the range and whether all values are finite.
     """
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
     bits = np.ascontiguousarray(values).reshape(-1).view(unsigned)
