@@ -96,7 +96,7 @@ def _largest(holds: Callable[[Float[Array, " R"]], Bool[Array, " R"]], num_rows:
     Non-negative floats are ordered as their bit patterns are, so 31 halvings find the level exactly.
     """
 
-    def halve(index: int, bits: Array) -> Array:
+    def halve(index: Array, bits: Array) -> Array:
         raised = bits | (jnp.int32(1) << (30 - index))
         level = jax.lax.bitcast_convert_type(raised, jnp.float32)
         return jnp.where((level <= 1.0) & holds(level), raised, bits)

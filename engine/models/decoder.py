@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from engine.config import ModelConfig
 from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, write_and_attend
 from engine.models.layers import FeedForward, Linear, Norm, rope_frequencies, rotate
-from engine.sharding import num_cache_heads
+from engine.sharding import check_model_fits_mesh, num_cache_heads
 
 Params = dict[str, dict[str, jax.Array]]
 
@@ -96,10 +96,11 @@ class Decoder:
     """The decoder on a mesh as pure functions of (params, inputs).
 
     `weight_dtype` is that of the parameters, `activation_dtype` that of the residual stream. Norms, RoPE, softmax and
-    logits are computed in float32.
+    logits are computed in float32. Raises `ConfigError` where the mesh cannot split the model.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, weight_dtype: str, activation_dtype: str) -> None:
+        check_model_fits_mesh(config, mesh)
         self.config = config
         self.mesh = mesh
         self._weight_dtype = jnp.dtype(weight_dtype)
