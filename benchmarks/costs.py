@@ -11,6 +11,8 @@ import jax
 from benchmarks.machine import Limits
 from engine.config import ModelConfig
 
+Params = Mapping[str, Mapping[str, jax.Array | jax.ShapeDtypeStruct]]
+
 
 @dataclass(frozen=True)
 class ModelCosts:
@@ -28,13 +30,8 @@ class ModelCosts:
     """Of one query position with one key position, in all layers: q·k and the weighted sum of v."""
 
     @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        params: Mapping[str, Mapping[str, jax.Array | jax.ShapeDtypeStruct]],
-        cache_itemsize: int,
-    ) -> "ModelCosts":
-        """The costs of `params` (arrays or shapes: anything with `size` and `dtype`); `cache_itemsize` in bytes."""
+    def of(cls, model: ModelConfig, params: Params, cache_itemsize: int) -> "ModelCosts":
+        """The costs of `params`; `cache_itemsize` in bytes."""
         sizes = {f"{module}/{name}": array for module, group in params.items() for name, array in group.items()}
         head = sizes["embed/w" if model.tie_embeddings else "lm_head/w"]
         layers = [array for path, array in sizes.items() if path not in ("embed/w", "lm_head/w")]

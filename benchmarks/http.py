@@ -116,7 +116,7 @@ def server(args: dict[str, Any]) -> Iterator[str]:
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str) -> str:
     begin = time.monotonic()
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(trust_env=False, timeout=60.0) as client:
         while time.monotonic() - begin < _START_TIMEOUT_S:
             if process.poll() is not None:
                 raise ServerError(f"the server ended with status {process.returncode} before it was ready")

@@ -2,10 +2,11 @@
 
 import argparse
 import contextlib
+import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +81,22 @@ def build(config: AppConfig) -> EngineProtocol:
     # JAX is imported only where an engine is built: a benchmark of a server needs none.
     from serve_app.builder import build_engine
 
-    with contextlib.redirect_stdout(sys.stderr):
+    with _stdout_to_stderr():
         return build_engine(config)[0]
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """For whatever writes to the process's stdout, by which way ever."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def run_streams(
