@@ -6,6 +6,7 @@ import jax
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).parents[1]
+CHECKED = ("engine.forward", "engine.kv_cache", "engine.models", "engine.sampling", "engine.sharding")
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiling is most of what the tests do; what a program is decides whether a kept one is used.
@@ -13,6 +14,4 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The shapes and dtypes in the signatures of the device side are checked on every call.
-install_import_hook(
-    [f"engine.{name}" for name in ("forward", "kv_cache", "models", "sampling", "sharding")], "beartype.beartype"
-)
+install_import_hook(CHECKED, "beartype.beartype")
