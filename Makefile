@@ -12,7 +12,7 @@ LOCK := $(if $(filter 1,$(CUDA)),requirements-cuda.lock,requirements.lock)
 INSTALLED := $(VENV)/.installed-$(LOCK)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 
-.PHONY: help setup serve test lint format lock bench
+.PHONY: help setup serve test lint format docs lock bench
 .DELETE_ON_ERROR:
 
 help: ## Lists the targets
@@ -34,6 +34,9 @@ lint: setup ## Checks style and types
 format: setup ## Formats the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## Writes the README's tables anew from the code
+	$(BIN)/python -m tests.readme_tables
 
 bench: setup ## Measures machine, engine and server; JSON lines (about ten minutes, on a quiet machine)
 	$(BIN)/python -m benchmarks.machine
