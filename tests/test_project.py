@@ -1,12 +1,10 @@
 """The project's own files agree with each other."""
 
-import ast
 import os
 import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ def _entries(lock: str) -> list[re.Match[str]]:
     """The requirements of a lock file; a line of any other kind fails."""
     lines = [line for line in _read(lock).splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r" *\\\n +", " ", "\n".join(lines)).splitlines()
-    matches = [(line, _ENTRY.fullmatch(line.replace("[serve]", ""))) for line in joined if line.strip()]
+    matches = [(line, _ENTRY.fullmatch(line)) for line in joined if line.strip()]
     assert [line for line, match in matches if match is None] == []
     return [match for _, match in matches if match is not None]
 
@@ -107,43 +105,3 @@ def test_no_tracked_file_holds_a_path_of_a_machine() -> None:
         if file.is_file() and pattern.search(file.read_bytes().decode("utf-8", "ignore"))
     ]
     assert found == []
-
-
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import; expected absolute ones"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _forbidden_imports(files: list[Path], forbidden: set[str]) -> list[str]:
-    assert files
-    return [
-        f"{file.relative_to(ROOT)} imports {name}"
-        for file in files
-        for name in _imports(file)
-        if name.split(".")[0] in forbidden
-    ]
-
-
-@pytest.mark.parametrize(
-    ("package", "forbidden"),
-    [
-        ("engine", {"cluster", "serve_app", "ray", "fastapi", "starlette", "pydantic"}),
-        ("cluster", {"serve_app", "fastapi", "starlette"}),
-        ("serve_app", {"benchmarks", "tests"}),
-    ],
-)
-def test_imports_point_one_way(package: str, forbidden: set[str]) -> None:
-    assert _forbidden_imports(sorted((ROOT / package).rglob("*.py")), forbidden) == []
-
-
-def test_the_host_side_of_the_engine_knows_no_arrays() -> None:
-    files = [ROOT / "engine" / f"{name}.py" for name in ("request", "plan", "page_pool", "scheduler")]
-    assert _forbidden_imports(files, {"jax", "jaxlib", "haiku", "numpy", "ml_dtypes"}) == []
-
-
-def test_a_forbidden_import_would_be_found() -> None:
-    assert _forbidden_imports([ROOT / "engine" / "runner.py"], {"jax"}) != []
