@@ -5,20 +5,13 @@
 
 import argparse
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
 from serve_app.config import ServeFile, load_file
 from serve_app.console import say
-
-if TYPE_CHECKING:  # at run time it is imported late, after the environment is set
-    from serve_app.server import Server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,43 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # Serve's own log goes to its files; the terminal shows this project's lines, and what goes wrong.
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    from serve_app.server import Server
+    from serve_app.server import Server, serve_until_stopped
 
-    return _serve(Server(file, options.address))
-
-
-def _serve(server: "Server") -> int:
-    stop = threading.Event()
-    with server:
-        signals = _Signals(stop)
-        try:
-            server.start()
-        except InterruptedError:
-            say("stopped while starting")
-            return 0
-        except RuntimeError as error:
-            sys.stderr.write(f"the start failed: {error}\n")
-            return 1
-        signals.serving = True
-        stop.wait()
-        server.drain()
-    return 0
-
-
-class _Signals:
-    """SIGTERM and SIGINT: while starting, and when given twice, they end the process; else they ask it to drain."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self.serving = False
-        self._stop = stop
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.serving or self._stop.is_set():
-            raise InterruptedError(f"signal {signal.Signals(number).name}")
-        say(f"{signal.Signals(number).name}: finishing the requests that run, refusing new ones")
-        self._stop.set()
+    return serve_until_stopped(Server(file, options.address))
 
 
 def _check_model(file: ServeFile) -> None:

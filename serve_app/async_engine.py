@@ -7,7 +7,7 @@ over once, whatever it holds, and a call's consumer takes all that has come sinc
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.errors import (
@@ -21,61 +21,13 @@ from engine.errors import (
     RequestCancelledError,
 )
 from engine.request import EngineProtocol, EngineStats, FinishReason, Request, RequestOutput, SamplingParams
+from serve_app.call_stream import CallStream, RequestState, delta_of
 from serve_app.engine_thread import EngineThread, Progress
 from serve_app.generation import Delta, GenerationCall
 from serve_app.text.base import Tokenizer
 from serve_app.text_stream import TextStream
 
 _DEAD = "the engine stopped on an internal failure; the replica is being replaced"
-
-
-class _CallStream:
-    """What has come for one call and was not yet taken."""
-
-    def __init__(self) -> None:
-        self.open_ids: set[str] = set()
-        """Engine requests of this call whose client still waits."""
-        self._pending: dict[int, Delta] = {}
-        self._error: EngineError | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Nothing more will come after what `take` returns."""
-        return not self.open_ids and not self._pending and self._error is None
-
-    def push(self, delta: Delta) -> None:
-        """Adds a delta, joined with an earlier one of the same prompt that was not taken yet."""
-        earlier = self._pending.get(delta.index)
-        self._pending[delta.index] = delta if earlier is None else _join(earlier, delta)
-        self._news.set()
-
-    def fail(self, error: EngineError) -> None:
-        """Ends the call. Deltas that came before are delivered first."""
-        self._error = self._error or error
-        self._news.set()
-
-    async def take(self) -> list[Delta]:
-        """All that has come; waits where nothing has. Raises the error that ended the call."""
-        await self._news.wait()
-        self._news.clear()
-        if not self._pending and self._error is not None:
-            raise self._error
-        deltas, self._pending = list(self._pending.values()), {}
-        if self._error is not None:
-            self._news.set()
-        return deltas
-
-
-@dataclass
-class _RequestState:
-    """One prompt in the engine."""
-
-    index: int
-    stream: _CallStream
-    text: TextStream
-    wants_logprobs: bool
-    num_tokens: int = 0
 
 
 @dataclass
@@ -112,8 +64,8 @@ class AsyncEngine:
         self._step_timeout_s = step_timeout_s
         self._thread = EngineThread(engine, self)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._requests: dict[str, _RequestState] = {}
-        self._streams: set[_CallStream] = set()
+        self._requests: dict[str, RequestState] = {}
+        self._streams: set[CallStream] = set()
         self._ids = itertools.count()
         self._num_ended: Counter[str] = Counter()
         self._draining = False
@@ -126,7 +78,7 @@ class AsyncEngine:
         """Compiles every program (blocks); the seconds each took. Call it before the first `generate`."""
         return self._thread.warm_up(progress)
 
-    async def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta]]:
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[list[Delta], None]:
         """Yields what each step adds to the call's prompts until all have ended.
 
         Closing the iterator (or cancelling the task in it) frees the slots within one step. Raises
@@ -242,18 +194,18 @@ class AsyncEngine:
             "max_tokens",
         )
 
-    def _admit(self, call: GenerationCall, requests: list[Request]) -> _CallStream:
-        stream = _CallStream()
+    def _admit(self, call: GenerationCall, requests: list[Request]) -> CallStream:
+        stream = CallStream()
         self._streams.add(stream)
         for index, request in enumerate(requests):
             text = TextStream(self._tokenizer, call.stop, continues_text=call.continues_text)
-            state = _RequestState(index, stream, text, call.params.logprobs is not None)
+            state = RequestState(index, stream, text, call.params.logprobs is not None)
             self._requests[request.request_id] = state
             stream.open_ids.add(request.request_id)
             self._thread.add(request)
         return stream
 
-    def _start_timer(self, call: GenerationCall, stream: _CallStream) -> asyncio.TimerHandle | None:
+    def _start_timer(self, call: GenerationCall, stream: CallStream) -> asyncio.TimerHandle | None:
         if call.deadline_s is None:
             return None
         assert self._loop is not None
@@ -272,12 +224,12 @@ class AsyncEngine:
             if output.request_id in state.stream.open_ids:
                 self._deliver_to(state, output)
 
-    def _deliver_to(self, state: _RequestState, output: RequestOutput) -> None:
+    def _deliver_to(self, state: RequestState, output: RequestOutput) -> None:
         if output.finish_reason is FinishReason.ABORTED:
             state.stream.open_ids.discard(output.request_id)
             state.stream.fail(RequestCancelledError("the request was cancelled"))
             return
-        delta = _delta_of(state, output)
+        delta = delta_of(state, output)
         if delta.finish_reason is not None:
             state.stream.open_ids.discard(output.request_id)
             if output.finish_reason is None:
@@ -292,7 +244,7 @@ class AsyncEngine:
         state.stream.fail(error)
         self._abort_open(state.stream)
 
-    def _expire(self, stream: _CallStream, error: EngineError) -> None:
+    def _expire(self, stream: CallStream, error: EngineError) -> None:
         stream.fail(error)
         self._abort_open(stream)
 
@@ -304,12 +256,12 @@ class AsyncEngine:
                 stream.open_ids.clear()
                 stream.fail(EngineDeadError(message))
 
-    def _abort_open(self, stream: _CallStream) -> None:
+    def _abort_open(self, stream: CallStream) -> None:
         for request_id in stream.open_ids:
             self._thread.abort(request_id)
         stream.open_ids.clear()
 
-    def _close(self, stream: _CallStream) -> None:
+    def _close(self, stream: CallStream) -> None:
         self._abort_open(stream)
         self._streams.discard(stream)
         self._wake_drain()
@@ -322,41 +274,3 @@ class AsyncEngine:
     def _wake_drain(self) -> None:
         if self._idle is not None:
             self._idle.set()
-
-
-def _delta_of(state: _RequestState, output: RequestOutput) -> Delta:
-    """The output as text. May end the request (a stop string) where the engine did not."""
-    finish_reason = output.finish_reason
-    # The token that ended the request (end of sequence, or a stop token) is counted but is no part of the text.
-    num_text = len(output.token_ids) - (1 if finish_reason is FinishReason.STOP else 0)
-    text, num_used, stopped = state.text.push(output.token_ids[:num_text])
-    if not stopped:
-        num_used = len(output.token_ids)
-        if finish_reason is not None:
-            tail, stopped = state.text.finish()
-            text += tail
-    if stopped:
-        finish_reason = FinishReason.STOP
-    state.num_tokens += num_used
-    wants = state.wants_logprobs
-    return Delta(
-        index=state.index,
-        text=text,
-        num_tokens=state.num_tokens,
-        token_ids=output.token_ids[:num_used] if wants else (),
-        logprobs=(output.logprobs or ())[:num_used] if wants else (),
-        finish_reason=finish_reason,
-        num_cached_tokens=output.num_cached_tokens,
-    )
-
-
-def _join(earlier: Delta, later: Delta) -> Delta:
-    return Delta(
-        index=later.index,
-        text=earlier.text + later.text,
-        num_tokens=later.num_tokens,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=earlier.logprobs + later.logprobs,
-        finish_reason=later.finish_reason,
-        num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
-    )

@@ -1,6 +1,6 @@
 """What the HTTP layer talks to: an engine in this process, or the replicas behind a Serve handle."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +19,8 @@ class ReplicaInfo:
 class Backend(Protocol):
     """Generates. Errors are those of `engine.errors`."""
 
-    def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta]]:
-        """See `AsyncEngine.generate`. An async generator: closing it cancels the call."""
+    def generate(self, call: GenerationCall) -> AsyncGenerator[list[Delta], None]:
+        """See `AsyncEngine.generate`. Closing it cancels the call."""
 
     async def info(self) -> ReplicaInfo:
         """Raises `OverloadedError` or `EngineDeadError` where no replica is warm and well."""
@@ -38,7 +38,7 @@ class LocalBackend:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta]]:
+    def generate(self, call: GenerationCall) -> AsyncGenerator[list[Delta], None]:
         """See `Backend`."""
         return self._engine.generate(call)
 

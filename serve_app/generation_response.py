@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -60,8 +59,7 @@ class GenerationResponse(Response):
         await until_disconnect(receive, self._answer(request_id_of(scope), send))
 
     async def _answer(self, request_id: str, send: Send) -> None:
-        # The protocol promises an iterator; every backend's is a generator, whose closing cancels the call.
-        deltas = cast(AsyncGenerator[list[Delta], None], self._backend.generate(self._call))
+        deltas = self._backend.generate(self._call)
         started = False
         try:
             async with asyncio.timeout(self._patience_s()), aclosing(deltas):

@@ -1,7 +1,7 @@
 """The deployment that speaks HTTP, and its way to the engine replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar, cast
 
 from fastapi import FastAPI
@@ -36,7 +36,7 @@ class HandleBackend:
         self._handle = handle
         self._streams = handle.options(method_name="generate", stream=True)
 
-    async def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta]]:
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[list[Delta], None]:
         """Errors travel as items: an exception would arrive wrapped by Ray and fill its log with tracebacks."""
         response = cast(DeploymentResponseGenerator, self._streams.remote(call))
         ended = False

@@ -1,8 +1,10 @@
 """A Ray cluster with this application on it, from start to drained end."""
 
-from types import TracebackType
-
 import logging
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
 
 import ray
 from ray import serve
@@ -75,3 +77,38 @@ class Server:
             ingress.broadcast("drain").results(timeout_s=timeout_s)
         except TimeoutError:
             say(f"requests still run after {timeout_s:g} s; they are cancelled")
+
+
+def serve_until_stopped(server: Server) -> int:
+    """Starts, waits for SIGTERM or SIGINT, drains. The exit status: 0, or 1 where the start failed."""
+    stop = threading.Event()
+    with server:
+        signals = _Signals(stop)
+        try:
+            server.start()
+        except InterruptedError:
+            say("stopped while starting")
+            return 0
+        except RuntimeError as error:
+            sys.stderr.write(f"the start failed: {error}\n")
+            return 1
+        signals.serving = True
+        stop.wait()
+        server.drain()
+    return 0
+
+
+class _Signals:
+    """SIGTERM and SIGINT: while starting, and when given twice, they end the process; else they ask it to drain."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.serving = False
+        self._stop = stop
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.serving or self._stop.is_set():
+            raise InterruptedError(f"signal {signal.Signals(number).name}")
+        say(f"{signal.Signals(number).name}: finishing the requests that run, refusing new ones")
+        self._stop.set()

@@ -14,7 +14,7 @@ class StrictModel(BaseModel):
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean "x"?`, or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=2)
+    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.75)
     return "; did you mean " + " or ".join(f'"{match}"' for match in close) + "?" if close else ""
 
 

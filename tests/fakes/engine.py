@@ -83,7 +83,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.num_steps = 0
         self._waiting: list[_Running] = []
-        self._running: list[_Running] = []
+        self.running: list[_Running] = []
         self._aborted: list[str] = []
 
     def add_request(self, request: Request) -> None:
@@ -97,7 +97,7 @@ class FakeEngine:
 
     def abort(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())
-        for held in (self._waiting, self._running):
+        for held in (self._waiting, self.running):
             for running in held:
                 if running.request.request_id == request_id:
                     held.remove(running)
@@ -105,7 +105,7 @@ class FakeEngine:
                     return
 
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._aborted)
+        return bool(self._waiting or self.running or self._aborted)
 
     def step(self) -> Sequence[RequestOutput]:
         self.threads.add(threading.get_ident())
@@ -114,14 +114,14 @@ class FakeEngine:
         self.num_steps += 1
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("secret inner detail")
-        while self._waiting and len(self._running) < self.num_slots:
-            self._running.append(self._waiting.pop(0))
+        while self._waiting and len(self.running) < self.num_slots:
+            self.running.append(self._waiting.pop(0))
         outputs = [RequestOutput(request_id, (), None, FinishReason.ABORTED) for request_id in self._aborted]
         self._aborted.clear()
-        for running in list(self._running):
+        for running in list(self.running):
             outputs.append(running.advance())
             if outputs[-1].finish_reason is not None:
-                self._running.remove(running)
+                self.running.remove(running)
         return outputs
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> Mapping[str, float]:
@@ -132,7 +132,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=len(self._running),
+            num_running=len(self.running),
             num_waiting=len(self._waiting),
             num_slots=self.num_slots,
             num_steps=self.num_steps,

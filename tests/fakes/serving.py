@@ -1,5 +1,6 @@
 """Factories of fakes for `serve_app.app.build_app`, importable by Ray's workers."""
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -19,10 +20,15 @@ def fake_text(config: AppConfig) -> TextTools:
 
 
 class PacedEngine(FakeEngine):
-    """Takes a while for each step, as a model does, so that requests overlap."""
+    """Takes a while for each step, as a model does, so that requests overlap.
+
+    A prompt that ends in "%" ends the process at its fourth step, as a fault in a driver would.
+    """
 
     def step(self) -> Sequence[RequestOutput]:
         time.sleep(0.01)
+        if any(r.request.prompt_token_ids[-1] == ord("%") and len(r.tokens) == 3 for r in self.running):
+            os._exit(1)
         return super().step()
 
 

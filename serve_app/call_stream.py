@@ -1,0 +1,96 @@
+"""What an engine adds to one call, on its way to whoever waits for it."""
+
+import asyncio
+from dataclasses import dataclass
+
+from engine.errors import EngineError
+from engine.request import FinishReason, RequestOutput
+from serve_app.generation import Delta
+from serve_app.text_stream import TextStream
+
+
+class CallStream:
+    """What has come for one call and was not yet taken."""
+
+    def __init__(self) -> None:
+        self.open_ids: set[str] = set()
+        """Engine requests of this call whose client still waits."""
+        self._pending: dict[int, Delta] = {}
+        self._error: EngineError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come after what `take` returns."""
+        return not self.open_ids and not self._pending and self._error is None
+
+    def push(self, delta: Delta) -> None:
+        """Adds a delta, joined with an earlier one of the same prompt that was not taken yet."""
+        earlier = self._pending.get(delta.index)
+        self._pending[delta.index] = delta if earlier is None else _join(earlier, delta)
+        self._news.set()
+
+    def fail(self, error: EngineError) -> None:
+        """Ends the call. Deltas that came before are delivered first."""
+        self._error = self._error or error
+        self._news.set()
+
+    async def take(self) -> list[Delta]:
+        """All that has come; waits where nothing has. Raises the error that ended the call."""
+        await self._news.wait()
+        self._news.clear()
+        if not self._pending and self._error is not None:
+            raise self._error
+        deltas, self._pending = list(self._pending.values()), {}
+        if self._error is not None:
+            self._news.set()
+        return deltas
+
+
+@dataclass
+class RequestState:
+    """One prompt in the engine."""
+
+    index: int
+    stream: CallStream
+    text: TextStream
+    wants_logprobs: bool
+    num_tokens: int = 0
+
+
+def delta_of(state: RequestState, output: RequestOutput) -> Delta:
+    """The output as text. May end the request (a stop string) where the engine did not."""
+    finish_reason = output.finish_reason
+    # The token that ended the request (end of sequence, or a stop token) is counted but is no part of the text.
+    num_text = len(output.token_ids) - (1 if finish_reason is FinishReason.STOP else 0)
+    text, num_used, stopped = state.text.push(output.token_ids[:num_text])
+    if not stopped:
+        num_used = len(output.token_ids)
+        if finish_reason is not None:
+            tail, stopped = state.text.finish()
+            text += tail
+    if stopped:
+        finish_reason = FinishReason.STOP
+    state.num_tokens += num_used
+    wants = state.wants_logprobs
+    return Delta(
+        index=state.index,
+        text=text,
+        num_tokens=state.num_tokens,
+        token_ids=output.token_ids[:num_used] if wants else (),
+        logprobs=(output.logprobs or ())[:num_used] if wants else (),
+        finish_reason=finish_reason,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def _join(earlier: Delta, later: Delta) -> Delta:
+    return Delta(
+        index=later.index,
+        text=earlier.text + later.text,
+        num_tokens=later.num_tokens,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        finish_reason=later.finish_reason,
+        num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
+    )
