@@ -20,20 +20,19 @@ DATA = "data"
 MODEL = "model"
 
 PARAM_RULES: tuple[tuple[str, P], ...] = (
-    # Leading axis of everything under layers/ is the layer.
     (r"embed/w", P(MODEL, None)),
     (r"lm_head/w", P(MODEL, None)),
     (r"final_norm/(scale|bias)", P(None)),
-    (r"layers/block/(attention|ffn)(_post)?_norm/(scale|bias)", P(None, None)),
-    (r"layers/block/attention/(q|k)_norm/scale", P(None, None)),
-    (r"layers/block/attention/(q|k|v)/w", P(None, MODEL, None)),
-    (r"layers/block/attention/(q|k|v)/b", P(None, MODEL)),
-    (r"layers/block/attention/o/w", P(None, None, MODEL)),
-    (r"layers/block/attention/o/b", P(None, None)),
-    (r"layers/block/ffn/(gate|up)/w", P(None, MODEL, None)),
-    (r"layers/block/ffn/(gate|up)/b", P(None, MODEL)),
-    (r"layers/block/ffn/down/w", P(None, None, MODEL)),
-    (r"layers/block/ffn/down/b", P(None, None)),
+    (r"layer_\d+/(attention|ffn)(_post)?_norm/(scale|bias)", P(None)),
+    (r"layer_\d+/attention/(q|k)_norm/scale", P(None)),
+    (r"layer_\d+/attention/(q|k|v)/w", P(MODEL, None)),
+    (r"layer_\d+/attention/(q|k|v)/b", P(MODEL)),
+    (r"layer_\d+/attention/o/w", P(None, MODEL)),
+    (r"layer_\d+/attention/o/b", P(None)),
+    (r"layer_\d+/ffn/(gate|up)/w", P(MODEL, None)),
+    (r"layer_\d+/ffn/(gate|up)/b", P(MODEL)),
+    (r"layer_\d+/ffn/down/w", P(None, MODEL)),
+    (r"layer_\d+/ffn/down/b", P(None)),
 )
 """(regular expression for the whole path, partition of the array)."""
 
@@ -55,7 +54,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
 
 
 def param_spec(path: str) -> P:
-    """The partition of the parameter at `path` ("layers/block/attention/q/w").
+    """The partition of the parameter at `path` ("layer_0/attention/q/w").
 
     Raises `ConfigError` unless exactly one rule matches.
     """

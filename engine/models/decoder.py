@@ -9,7 +9,6 @@ from typing import NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -36,7 +35,7 @@ class Attention(hk.Module):
         self._config, self._dtype, self._mesh = config, dtype, mesh
 
     def __call__(
-        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: Int[Array, ""], window: Int[Array, ""]
+        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: int, window: int | None
     ) -> tuple[Float[Array, "D BT"], KVCache]:
         c = self._config
 
@@ -77,7 +76,7 @@ class Block(hk.Module):
         self._config, self._dtype, self._mesh = config, dtype, mesh
 
     def __call__(
-        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: Int[Array, ""], window: Int[Array, ""]
+        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: int, window: int | None
     ) -> tuple[Float[Array, "D BT"], KVCache]:
         c = self._config
 
@@ -156,13 +155,10 @@ class Decoder:
             x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
         batch = _Batch(layout, num_blocks)
 
-        def layer(carry: tuple[Array, KVCache], index: Array, window: Array) -> tuple[tuple[Array, KVCache], None]:
-            return Block(c, dtype, self.mesh, "block")(*carry, batch, index, window), None
-
-        windows = c.layer_windows or (None,) * c.num_layers
-        limits = np.array([np.iinfo(np.int32).max // 2 if w is None else w for w in windows], np.int32)
-        stack = hk.layer_stack(c.num_layers, with_per_layer_inputs=True, name="layers")
-        (x, cache), _ = stack(layer)((x, cache), jnp.arange(c.num_layers), jnp.asarray(limits))
+        # Unrolled over separate arrays: in a scan over stacked weights the CPU backend copies each layer's weights
+        # out of the stack before it multiplies, which doubles a decode step.
+        for layer, window in enumerate(c.layer_windows or (None,) * c.num_layers):
+            x, cache = Block(c, dtype, self.mesh, f"layer_{layer}")(x, cache, batch, layer, window)
         return Norm(c.norm, c.norm_eps, dtype, "final_norm")(x), cache
 
 

@@ -106,8 +106,8 @@ def _load_param(
     report: Callable[[str], None],
 ) -> jax.Array:
     sharding = sharding_for(plan.path, tuple(plan.target.shape))
-    transform = weights.transforms.get(plan.path)
-    stacked = allocate(plan.target, sharding) if plan.num_leading else None
+    transform = weights.transforms.get(plan.rule)
+    stacked = allocate(plan.target, sharding) if plan.num_leading or not plan.pieces else None
     for piece in plan.pieces:
         host = source.read(piece.name)
         check_values(source.tensors[piece.name].file, piece.name, host, plan.target.dtype)

@@ -1,6 +1,5 @@
 """Which tensor of a checkpoint goes where in the parameter tree, checked in both directions before anything is read."""
 
-import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class Piece:
     name: str
     """Of the source tensor."""
     index: tuple[int, ...]
-    """Its place on the parameter's leading axes (layer, expert); empty: it is the whole parameter."""
+    """Its place on the parameter's leading axis (expert); empty: it is the whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class ParamPlan:
     """One parameter and the tensors it is made of."""
 
     path: str
+    rule: str
+    """The path with "{layer}" for the layer's number, as weight maps name it."""
     target: jax.ShapeDtypeStruct
     pieces: tuple[Piece, ...]
     num_leading: int
@@ -65,21 +66,20 @@ def plan_params(
 
 
 def _plan_param(path: str, target: jax.ShapeDtypeStruct, source: TensorSource, weights: WeightMap) -> ParamPlan:
-    pattern = weights.names.get(path)
+    match = re.match(r"layer_(\d+)/", path)
+    rule = path if match is None else f"layer_{{layer}}/{path[match.end() :]}"
+    pattern = weights.names.get(rule)
     if pattern is None:
         raise CheckpointError(
             f"{source.path}: the model has a parameter {path!r}, for which its family knows no tensor"
         )
-    axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in pattern]
-    if len(target.shape) < len(axes):
-        raise CheckpointError(f"parameter {path!r} has shape {target.shape}; expected leading axes {axes}")
-    pieces = (
-        Piece(pattern.format(**dict(zip(axes, index, strict=True))), index)
-        for index in itertools.product(*(range(size) for size in target.shape[: len(axes)]))
-    )
-    if path in weights.first_layer_only:
-        pieces = (piece for piece in pieces if piece.index[0] == 0)
-    return ParamPlan(path, target, tuple(pieces), len(axes))
+    layer = None if match is None else int(match.group(1))
+    if layer and rule in weights.first_layer_only:
+        return ParamPlan(path, rule, target, (), 0)
+    if "{expert}" not in pattern:
+        return ParamPlan(path, rule, target, (Piece(pattern.format(layer=layer), ()),), 0)
+    pieces = tuple(Piece(pattern.format(layer=layer, expert=e), (e,)) for e in range(target.shape[0]))
+    return ParamPlan(path, rule, target, pieces, 1)
 
 
 def _check_missing(source: TensorSource, plans: tuple[ParamPlan, ...]) -> None:

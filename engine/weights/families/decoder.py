@@ -8,7 +8,7 @@ from engine.errors import CheckpointError
 from engine.weights.families.family import ExtraCheck, accept_extra, check_tied_head
 from engine.weights.families.hf_config import HFConfig
 
-BLOCK = "layers/block"
+BLOCK = "layer_{layer}"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _LAYER = "model.layers.{layer}"

@@ -22,12 +22,12 @@ ExtraCheck = Callable[[TensorSource, str, ModelConfig], None]
 class WeightMap:
     """Where each parameter is found in a checkpoint.
 
-    A pattern's placeholders name the leading axes of the stacked parameter: "{layer}" the first, "{layer}" with
-    "{expert}" the first two. A pattern without them names the whole parameter.
+    "{layer}" stands for the number of the layer, in the parameter's path and in the tensor's name alike. "{expert}" in
+    a name says that each tensor is one expert of the parameter, whose leading axis counts them.
     """
 
     names: Mapping[str, str]
-    """Parameter path ("layers/block/attention/q/w") to the pattern of its source names. Parameters that a config
+    """Parameter path ("layer_{layer}/attention/q/w") to the pattern of its source names. Parameters that a config
     switches off (a bias, say) may stand here."""
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     """By parameter path; absent: taken as it is."""
