@@ -81,7 +81,7 @@ def load_from_source(
 ) -> Params:
     """`load_params` on an opened source."""
     plans = plan_params(source, weights, config, abstract)
-    total_bytes = sum(source.tensors[piece.name].num_bytes for plan in plans for piece in plan.pieces)
+    total_bytes = sum(source.tensors[piece].num_bytes for plan in plans for piece in plan.pieces)
     done_bytes = 0
 
     def report(name: str) -> None:
@@ -107,15 +107,15 @@ def _load_param(
 ) -> jax.Array:
     sharding = sharding_for(plan.path, tuple(plan.target.shape))
     transform = weights.transforms.get(plan.rule)
-    stacked = allocate(plan.target, sharding) if plan.num_leading or not plan.pieces else None
-    for piece in plan.pieces:
-        host = source.read(piece.name)
-        check_values(source.tensors[piece.name].file, piece.name, host, plan.target.dtype)
+    stacked = allocate(plan.target, sharding) if plan.per_expert or not plan.pieces else None
+    for index, piece in enumerate(plan.pieces):
+        host = source.read(piece)
+        check_values(source.tensors[piece].file, piece, host, plan.target.dtype)
         if transform is not None:
             host = transform(host, config)
         if stacked is None:
-            return _finished(place(_as_device_dtype(host), plan.target, sharding), piece.name, report)
-        stacked = _finished(write(stacked, _as_device_dtype(host), piece.index), piece.name, report)
+            return _finished(place(_as_device_dtype(host), plan.target, sharding), piece, report)
+        stacked = _finished(write(stacked, _as_device_dtype(host), index), piece, report)
     assert stacked is not None
     return stacked
 

@@ -20,17 +20,15 @@ def place(host: np.ndarray, target: jax.ShapeDtypeStruct, sharding: NamedShardin
     return _cast(_to_devices(host, sharding), target.dtype, sharding)
 
 
-def write(stacked: jax.Array, host: np.ndarray, index: tuple[int, ...]) -> jax.Array:
+def write(stacked: jax.Array, host: np.ndarray, index: int) -> jax.Array:
     """`stacked` with `host` at `stacked[index]`, in the same memory: `stacked` is donated.
 
-    `index` counts along the leading axes; host.shape == stacked.shape[len(index):]. Compiled once per shape: the index
-    is an argument of the program.
+    host.shape == stacked.shape[1:]. Compiled once per shape: the index is an argument of the program.
     """
     sharding = stacked.sharding
     assert isinstance(sharding, NamedSharding)
-    piece_sharding = NamedSharding(sharding.mesh, PartitionSpec(*_axes(sharding, stacked.ndim)[len(index) :]))
-    piece = _to_devices(host, piece_sharding)
-    return _write(stacked, piece, np.asarray(index, np.int32), sharding)
+    piece_sharding = NamedSharding(sharding.mesh, PartitionSpec(*_axes(sharding, stacked.ndim)[1:]))
+    return _write(stacked, _to_devices(host, piece_sharding), np.int32(index), sharding)
 
 
 def _axes(sharding: NamedSharding, ndim: int) -> tuple[str | tuple[str, ...] | None, ...]:
@@ -62,28 +60,21 @@ def _cast(whole: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Arr
 def _write(stacked: jax.Array, piece: jax.Array, index: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Written for each device by itself (shard_map), because the partitioner may gather an operand whose updated axis
     is sharded, as that of the experts is."""
-    axes = _axes(sharding, stacked.ndim)
-    num_leading = stacked.ndim - piece.ndim
+    first, *rest = _axes(sharding, stacked.ndim)
 
     def write_part(part: jax.Array, piece: jax.Array, index: jax.Array) -> jax.Array:
-        start = [index[axis] for axis in range(num_leading)] + [jnp.int32(0)] * piece.ndim
-        update = piece.astype(part.dtype)[(None,) * num_leading]
-        here: jax.Array | None = None
-        for axis in range(num_leading):
-            if axes[axis] is None:
-                continue
-            size = part.shape[axis]
-            local = start[axis] - lax.axis_index(axes[axis]) * size
-            inside = (local >= 0) & (local < size)
-            here = inside if here is None else here & inside
-            start[axis] = jnp.clip(local, 0, size - 1)
-        if here is not None:
-            update = jnp.where(here, update, lax.dynamic_slice(part, start, update.shape))
-        return lax.dynamic_update_slice(part, update, start)
+        update = piece.astype(part.dtype)[None]
+        if first is not None:
+            num_here = part.shape[0]
+            index = index - lax.axis_index(first) * num_here
+            inside = (index >= 0) & (index < num_here)
+            index = jnp.clip(index, 0, num_here - 1)
+            update = jnp.where(inside, update, lax.dynamic_slice_in_dim(part, index, 1))
+        return lax.dynamic_update_slice_in_dim(part, update, index, axis=0)
 
     return jax.shard_map(
         write_part,
         mesh=sharding.mesh,
-        in_specs=(sharding.spec, PartitionSpec(*axes[num_leading:]), PartitionSpec()),
+        in_specs=(sharding.spec, PartitionSpec(*rest), PartitionSpec()),
         out_specs=sharding.spec,
     )(stacked, piece, index)

@@ -22,16 +22,6 @@ MAX_NAMES_IN_MESSAGE = 5
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One source tensor and its place in a parameter."""
-
-    name: str
-    """Of the source tensor."""
-    index: tuple[int, ...]
-    """Its place on the parameter's leading axis (expert); empty: it is the whole parameter."""
-
-
-@dataclass(frozen=True)
 class ParamPlan:
     """One parameter and the tensors it is made of."""
 
@@ -39,9 +29,15 @@ class ParamPlan:
     rule: str
     """The path with "{layer}" for the layer's number, as weight maps name it."""
     target: jax.ShapeDtypeStruct
-    pieces: tuple[Piece, ...]
-    num_leading: int
-    """Leading axes that `Piece.index` counts along."""
+    pieces: tuple[str, ...]
+    """Names of the source tensors; none: the parameter is zero."""
+    per_expert: bool
+    """Each piece is one index of the leading axis; otherwise the only one is the whole parameter."""
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Shape that each source tensor must have."""
+        return tuple(self.target.shape[1:] if self.per_expert else self.target.shape)
 
 
 def plan_params(
@@ -61,7 +57,7 @@ def plan_params(
     for plan in plans:
         for piece in plan.pieces:
             _check_tensor(source, plan, piece)
-    _check_left_over(source, weights, config, {piece.name for plan in plans for piece in plan.pieces})
+    _check_left_over(source, weights, config, {piece for plan in plans for piece in plan.pieces})
     return plans
 
 
@@ -75,37 +71,31 @@ def _plan_param(path: str, target: jax.ShapeDtypeStruct, source: TensorSource, w
         )
     layer = None if match is None else int(match.group(1))
     if layer and rule in weights.first_layer_only:
-        return ParamPlan(path, rule, target, (), 0)
+        return ParamPlan(path, rule, target, (), per_expert=False)
     if "{expert}" not in pattern:
-        return ParamPlan(path, rule, target, (Piece(pattern.format(layer=layer), ()),), 0)
-    pieces = tuple(Piece(pattern.format(layer=layer, expert=e), (e,)) for e in range(target.shape[0]))
-    return ParamPlan(path, rule, target, pieces, 1)
+        return ParamPlan(path, rule, target, (pattern.format(layer=layer),), per_expert=False)
+    pieces = tuple(pattern.format(layer=layer, expert=expert) for expert in range(target.shape[0]))
+    return ParamPlan(path, rule, target, pieces, per_expert=True)
 
 
 def _check_missing(source: TensorSource, plans: tuple[ParamPlan, ...]) -> None:
-    missing = [
-        f"{piece.name!r} (for {plan.path})"
-        for plan in plans
-        for piece in plan.pieces
-        if piece.name not in source.tensors
-    ]
+    missing = [f"{piece!r} (for {plan.path})" for plan in plans for piece in plan.pieces if piece not in source.tensors]
     if missing:
         raise CheckpointError(
             f"{source.path}: {_listed(missing)} missing from the checkpoint, though its config needs them"
         )
 
 
-def _check_tensor(source: TensorSource, plan: ParamPlan, piece: Piece) -> None:
-    info = source.tensors[piece.name]
-    expected = tuple(plan.target.shape[plan.num_leading :])
-    if info.shape != expected:
+def _check_tensor(source: TensorSource, plan: ParamPlan, piece: str) -> None:
+    info = source.tensors[piece]
+    if info.shape != plan.piece_shape:
         raise CheckpointError(
-            f"{info.file}: tensor {piece.name!r} has shape {list(info.shape)}; the config asks for {list(expected)} "
+            f"{info.file}: tensor {piece!r} has shape {list(info.shape)}; the config asks for {list(plan.piece_shape)} "
             f"({plan.path})"
         )
     if info.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
-            f"{info.file}: tensor {piece.name!r} has dtype {info.dtype}; expected one of "
+            f"{info.file}: tensor {piece!r} has dtype {info.dtype}; expected one of "
             f"{sorted(str(dtype) for dtype in FLOAT_DTYPES)}"
         )
 

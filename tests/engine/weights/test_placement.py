@@ -1,5 +1,3 @@
-import itertools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from engine.weights import placement
 from engine.weights.placement import allocate, place, write
 
-SHAPE = (3, 8, 4, 6)
+SHAPE = (8, 4, 6)
 
 
 def mesh(data: int, model: int) -> Mesh:
@@ -19,24 +17,22 @@ def mesh(data: int, model: int) -> Mesh:
 
 
 SHARDINGS = [
-    (mesh, (1, 1), P()),
-    (mesh, (1, 8), P(None, "model", None, None)),
-    (mesh, (2, 4), P(None, "model")),
-    (mesh, (2, 2), P(None, None, "model", "data")),
-    (mesh, (2, 4), P(None, ("data", "model"), None, None)),
-    (mesh, (3, 2), P("data", "model", None, None)),
+    ((1, 1), P()),
+    ((1, 8), P("model", None, None)),
+    ((2, 4), P("model")),
+    ((2, 2), P(None, "model", "data")),
+    ((2, 4), P(("data", "model"), None, None)),
+    ((2, 2), P("data", "model", None)),
 ]
 
 
-@pytest.mark.parametrize(("make", "axes", "spec"), SHARDINGS)
-@pytest.mark.parametrize("num_leading", [1, 2])
+@pytest.mark.parametrize(("axes", "spec"), SHARDINGS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_pieces_written_in_any_order_make_the_whole(make, axes, spec, num_leading, dtype):
+def test_pieces_written_in_any_order_make_the_whole(axes, spec, dtype):
     whole = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
-    sharding = NamedSharding(make(*axes), spec)
+    sharding = NamedSharding(mesh(*axes), spec)
     stacked = allocate(jax.ShapeDtypeStruct(SHAPE, dtype), sharding)
-    indices = list(itertools.product(*(range(size) for size in SHAPE[:num_leading])))
-    for index in reversed(indices):
+    for index in (5, 0, 7, 2, 1, 6, 4, 3):
         stacked = write(stacked, whole[index], index)
     assert stacked.sharding.is_equivalent_to(sharding, len(SHAPE))
     assert stacked.dtype == dtype
@@ -44,18 +40,18 @@ def test_pieces_written_in_any_order_make_the_whole(make, axes, spec, num_leadin
 
 
 def test_what_is_not_written_stays_as_it_was():
-    sharding = NamedSharding(mesh(1, 8), P(None, "model"))
-    stacked = write(allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), sharding), np.ones((4, 6), np.float32), (1, 5))
+    sharding = NamedSharding(mesh(1, 8), P("model"))
+    stacked = write(allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), sharding), np.ones((4, 6), np.float32), 5)
     expected = np.zeros(SHAPE)
-    expected[1, 5] = 1
+    expected[5] = 1
     np.testing.assert_array_equal(stacked, expected)
 
 
-@pytest.mark.parametrize("spec", [P(None, "model"), P(None, None, "model"), P()])
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()])
 def test_writing_reuses_the_memory(spec):
     stacked = allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), NamedSharding(mesh(1, 2), spec))
     before = [shard.data.unsafe_buffer_pointer() for shard in stacked.addressable_shards]
-    after = write(stacked, np.ones((8, 4, 6), np.float32), (2,))
+    after = write(stacked, np.ones((4, 6), np.float32), 2)
     assert stacked.is_deleted()
     assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == before
 
@@ -63,8 +59,8 @@ def test_writing_reuses_the_memory(spec):
 def test_one_program_serves_every_index():
     stacked = allocate(jax.ShapeDtypeStruct((5, 7), jnp.float32), NamedSharding(mesh(1, 1), P()))
     before = placement._write._cache_size()
-    for layer in range(5):
-        stacked = write(stacked, np.full(7, layer, np.float32), (layer,))
+    for expert in range(5):
+        stacked = write(stacked, np.full(7, expert, np.float32), expert)
     assert placement._write._cache_size() == before + 1
 
 

@@ -51,7 +51,7 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     else:
         e, fe = c.moe.num_experts, c.moe.intermediate_size
         block |= {"moe/router/w": (e, d), "moe/gate/w": (e, fe, d), "moe/up/w": (e, fe, d), "moe/down/w": (e, d, fe)}
-    shapes = {f"layers/block/{path}": (n_layers, *shape) for path, shape in block.items()}
+    shapes = {f"layer_{layer}/{path}": shape for layer in range(n_layers) for path, shape in block.items()}
     shapes |= {"embed/w": (c.vocab_size, d), "final_norm/scale": (d,)}
     if c.norm == "layer":
         shapes["final_norm/bias"] = (d,)
@@ -67,14 +67,13 @@ def mesh_of(num_devices: int) -> Mesh:
 
 
 def sharding_on(mesh: Mesh):
-    """A `sharding_for`: experts, or else the largest axis that divides (never the layers), go over "model"."""
+    """A `sharding_for`: experts, or else the largest axis that divides, go over "model"."""
 
     def sharding_for(path: str, shape: tuple[int, ...]) -> NamedSharding:
         spec: list[str | None] = [None] * len(shape)
-        first = 1 if path.startswith("layers/") else 0
-        for axis in sorted(range(first, len(shape)), key=lambda axis: -shape[axis]):
+        for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
             if shape[axis] % mesh.shape["model"] == 0:
-                spec[1 if path.startswith("layers/block/moe") else axis] = "model"
+                spec[0 if "/moe/" in path else axis] = "model"
                 break
         return NamedSharding(mesh, P(*spec))
 

@@ -127,10 +127,10 @@ def test_q_and_k_are_loaded_in_the_models_order_and_all_else_as_it_is(tmp_path):
             ("ffn/up", "ffn_up"),
             ("ffn/down", "ffn_down"),
         ):
-            loaded = params[f"layers/block/{param}"]["w"][layer]
+            loaded = params[f"layer_{layer}/{param}"]["w"]
             np.testing.assert_array_equal(loaded, original[f"blk.{layer}.{name}.weight"], err_msg=param)
         for norm in ("attention_norm", "ffn_norm"):
-            loaded = params[f"layers/block/{norm}"]["scale"][layer]
+            loaded = params[f"layer_{layer}/{norm}"]["scale"]
             np.testing.assert_array_equal(loaded, original[f"blk.{layer}.{norm.replace('attention', 'attn')}.weight"])
     np.testing.assert_array_equal(params["embed"]["w"], original["token_embd.weight"])
     np.testing.assert_array_equal(params["lm_head"]["w"], in_file["output.weight"])
@@ -150,9 +150,10 @@ def test_biases_are_found_and_permuted_like_their_weights(tmp_path):
     config = load_config(file)
     assert (config.qkv_bias, config.attention_output_bias, config.ffn_bias) == (True, False, False)
     params = load_params(file, config, abstract_tree(config), sharding_on(mesh_of(1)))
-    np.testing.assert_array_equal(params["layers/block/attention/q"]["b"], [q, q])
-    np.testing.assert_array_equal(params["layers/block/attention/k"]["b"], [k, k])
-    np.testing.assert_array_equal(params["layers/block/attention/v"]["b"], [k + 50, k + 50])
+    for layer in range(2):
+        np.testing.assert_array_equal(params[f"layer_{layer}/attention/q"]["b"], q)
+        np.testing.assert_array_equal(params[f"layer_{layer}/attention/k"]["b"], k)
+        np.testing.assert_array_equal(params[f"layer_{layer}/attention/v"]["b"], k + 50)
 
 
 def test_frequency_divisors_by_hand():
@@ -224,9 +225,9 @@ def test_smollm2_values_equal_the_gguf_packages_reading(smollm2):
     with closing(GGUFSource(smollm2)) as source:
         raw = np.memmap(smollm2, np.uint8, mode="r")
         for name, loaded in (
-            ("blk.7.ffn_down.weight", params["layers/block/ffn/down"]["w"][7]),
-            ("blk.29.attn_v.weight", params["layers/block/attention/v"]["w"][29]),
-            ("blk.11.attn_q.weight", params["layers/block/attention/q"]["w"][11]),
+            ("blk.7.ffn_down.weight", params["layer_7/ffn/down"]["w"]),
+            ("blk.29.attn_v.weight", params["layer_29/attention/v"]["w"]),
+            ("blk.11.attn_q.weight", params["layer_11/attention/q"]["w"]),
         ):
             tensor = source.header.tensors[name]
             # Q4_1 by hand: a block is a float16 scale, a float16 minimum, then 16 bytes of two 4-bit values each.
