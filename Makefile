@@ -20,6 +20,9 @@ help: ## Lists the targets
 
 setup: $(INSTALLED) ## Makes .venv with the locked packages and the default model (CUDA=1: for NVIDIA GPUs)
 
+# Ray reports usage to its makers unless told not to.
+export RAY_USAGE_STATS_ENABLED ?= 0
+
 serve: setup ## Serves CONFIG (configs/app.yaml: the default model on 127.0.0.1:8000)
 	$(BIN)/serve run $(CONFIG)
 
