@@ -4,7 +4,6 @@
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from engine.errors import EngineError
 from serve_app.config import ServeFile, load_file
 from serve_app.console import say
+from serve_app.environment import prepare_environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check:
         say(f"{options.config} is in order")
         return 0
-    # Serve's own log goes to its files; the terminal shows this project's lines, and what goes wrong.
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    prepare_environment()
     from serve_app.server import Server, serve_until_stopped
 
     return serve_until_stopped(Server(file, options.address))

@@ -37,7 +37,10 @@ def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: Te
     }
     replicas = _deployment(Replica).options(
         max_ongoing_requests=config.max_ongoing_requests,
-        max_queued_requests=_INGRESS_HEADROOM,
+        # Calls that wait in an ingress until Serve has picked a replica: all of a burst that the replicas could hold.
+        max_queued_requests=max_replicas * config.max_ongoing_requests,
+        # A model that does not load does not load the third time either.
+        max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": serving.replica_num_cpus, "num_gpus": serving.replica_num_gpus},
         **scale,
         **common,

@@ -1,17 +1,17 @@
 """`python -m tests.fakes.serve_main PORT TEMP_DIR`: the real server with the fake engine."""
 
-import os
 import sys
 
-os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
-
 from serve_app.config import ServeFile
-from serve_app.server import Server, serve_until_stopped
-from tests.fakes.serving import fake_engine, fake_text
+from serve_app.environment import prepare_environment
 
 
 def main() -> int:
     """Serves until SIGTERM."""
+    prepare_environment()
+    from serve_app.server import Server, serve_until_stopped
+    from tests.fakes.serving import fake_engine, fake_text
+
     file = ServeFile.model_validate(
         {
             "http_options": {"port": int(sys.argv[1])},
