@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -93,20 +92,20 @@ def server(args: dict[str, Any]) -> Iterator[str]:
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [{"name": "benchmark", "import_path": "serve_app.app:build", "args": args}],
     }
+    progress("http: starting a server ...")
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "app.yaml")
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
-        # RAY_ADDRESS=local: never join a cluster that happens to run on this machine.
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("serve")), "run", str(file)],
-            env=os.environ | {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"},
+            [sys.executable, "-m", "serve_app", str(file)],
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
             stdout=sys.stderr,
             start_new_session=True,
         )
         try:
             yield _wait_ready(process, f"http://127.0.0.1:{port}")
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             try:
                 process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -157,8 +156,8 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=10_000, help="prompts hold ids below it (default: 10000)")
     parser.add_argument("--no-engine", action="store_true", help="leave out the engine, and with it ratio_to_engine")
     options = parser.parse_args()
+    model = options.served_name if options.url else options.model
     engine = {} if options.no_engine or options.url else _engine_figures(_shared(sys.argv[1:]))
-    progress("http: starting a server ...")
     with contextlib.nullcontext(options.url) if options.url else server(app_args(options)) as url:
         measure(url, options.served_name, Load(1, options.prompt_len, 8), options.vocab_size, 1)
         for num_streams in options.streams:
@@ -168,7 +167,7 @@ def main() -> None:
             inner = engine.get(num_streams, {})
             ratios = {name: share(figures[name], inner.get(name)) for name in _RATIOS}
             more = {"ratio_to_engine": ratios} if inner else {}
-            emit("http", {"model": options.model, **figures, **more, "load_average": os.getloadavg()[0]})
+            emit("http", {"model": model, **figures, **more, "load_average": os.getloadavg()[0]})
 
 
 def _shared(arguments: list[str]) -> list[str]:
