@@ -3,6 +3,11 @@
 import logging
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.errors import EngineError
 
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -24,6 +29,19 @@ def configure_logging(level: str) -> None:
         handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         logger.addHandler(handler)
+
+
+@contextmanager
+def told_on_failure(what: str) -> Iterator[None]:
+    """Says why `what` cannot start, and lets the error pass. Serve alone would keep the reason in its log files."""
+    try:
+        yield
+    except EngineError as error:
+        say(f"{what} cannot start: {error}")
+        raise
+    except Exception as error:
+        say(f"{what} cannot start: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        raise
 
 
 class StartUpLines:

@@ -16,7 +16,7 @@ from serve_app.api import Api
 from serve_app.async_engine import AsyncEngineStats
 from serve_app.backend import ReplicaInfo
 from serve_app.config import AppConfig
-from serve_app.console import configure_logging, say
+from serve_app.console import configure_logging, say, told_on_failure
 from serve_app.errors import NotReadyError
 from serve_app.factories import TextFactory
 from serve_app.generation import Delta, GenerationCall
@@ -92,7 +92,9 @@ class Ingress:
     ) -> None:
         configure_logging(config.log_level)
         self._backend = HandleBackend(replicas)
-        self._api = Api(self._backend, text_factory(config), config, returns_request_id=False)
+        with told_on_failure("an ingress process"):
+            text = text_factory(config)
+        self._api = Api(self._backend, text, config, returns_request_id=False)
         # The reference keeps the task alive; nobody waits for it.
         self._announcement = asyncio.create_task(_announce(self._backend, config.model.name))
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
@@ -11,7 +12,7 @@ from engine.errors import EngineError
 from serve_app.async_engine import AsyncEngine, AsyncEngineStats
 from serve_app.backend import ReplicaInfo
 from serve_app.config import AppConfig
-from serve_app.console import StartUpLines, configure_logging, say
+from serve_app.console import StartUpLines, configure_logging, say, told_on_failure
 from serve_app.factories import EngineFactory
 from serve_app.generation import Delta, GenerationCall
 
@@ -22,19 +23,16 @@ class Replica:
     def __init__(self, config: AppConfig, engine_factory: EngineFactory) -> None:
         """Builds the engine and compiles its programs. Raises what the factory raises."""
         configure_logging(config.log_level)
-        engine, tokenizer = engine_factory(config)
-        self._engine = AsyncEngine(
-            engine, tokenizer, max_in_flight=config.max_in_flight, step_timeout_s=config.serving.step_timeout_s
-        )
-        started_at = time.monotonic()
-        programs = self._engine.warm_up(StartUpLines().programs)
-        say(f"programs compiled: {len(programs)} in {time.monotonic() - started_at:.1f} s")
+        with told_on_failure("an engine replica"):
+            self._engine = _warm_engine(config, engine_factory)
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta] | EngineError]:
         """Yields what `AsyncEngine.generate` does; an error comes as the last item (see `HandleBackend`)."""
         try:
-            async for deltas in self._engine.generate(call):
-                yield deltas
+            # Closed with this generator, and not when it is collected: the slot must be free at once.
+            async with aclosing(self._engine.generate(call)) as batches:
+                async for deltas in batches:
+                    yield deltas
         except EngineError as error:
             yield error
 
@@ -60,3 +58,14 @@ class Replica:
         engine: Any = getattr(self, "_engine", None)
         if engine is not None:
             await asyncio.to_thread(engine.stop)
+
+
+def _warm_engine(config: AppConfig, engine_factory: EngineFactory) -> AsyncEngine:
+    engine, tokenizer = engine_factory(config)
+    serving = AsyncEngine(
+        engine, tokenizer, max_in_flight=config.max_in_flight, step_timeout_s=config.serving.step_timeout_s
+    )
+    started_at = time.monotonic()
+    programs = serving.warm_up(StartUpLines().programs)
+    say(f"programs compiled: {len(programs)} in {time.monotonic() - started_at:.1f} s")
+    return serving
