@@ -1,7 +1,7 @@
 """Which tensor of a checkpoint goes where in the parameter tree, checked in both directions before anything is read."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -29,15 +29,21 @@ class ParamPlan:
     rule: str
     """The path with "{layer}" for the layer's number, as weight maps name it."""
     target: jax.ShapeDtypeStruct
+    scale: jax.ShapeDtypeStruct | None
+    """Where the target is int8: its scales, [..., O, G], under the name "scale" in the same module."""
     pieces: tuple[str, ...]
     """Names of the source tensors; none: the parameter is zero."""
     per_expert: bool
     """Each piece is one index of the leading axis; otherwise the only one is the whole parameter."""
 
+    transposed: bool
+    """The source tensors have the last two axes swapped."""
+
     @property
     def piece_shape(self) -> tuple[int, ...]:
         """Shape that each source tensor must have."""
-        return tuple(self.target.shape[1:] if self.per_expert else self.target.shape)
+        shape = tuple(self.target.shape[1:] if self.per_expert else self.target.shape)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 def plan_params(
@@ -49,33 +55,63 @@ def plan_params(
     declared one.
     """
     plans = tuple(
-        _plan_param(f"{module}/{name}", target, source, weights)
+        _plan_param(
+            f"{module}/{name}", target, params.get("scale") if is_quantized(name, params) else None, source, weights
+        )
         for module, params in abstract.items()
         for name, target in params.items()
+        if name != "scale" or not is_quantized("w", params)
     )
     _check_missing(source, plans)
     for plan in plans:
         for piece in plan.pieces:
             _check_tensor(source, plan, piece)
-    _check_left_over(source, weights, config, {piece for plan in plans for piece in plan.pieces})
+    _check_left_over(source, weights, config, set(tensor_names(source, plans)))
     return plans
 
 
-def _plan_param(path: str, target: jax.ShapeDtypeStruct, source: TensorSource, weights: WeightMap) -> ParamPlan:
-    match = re.match(r"layer_(\d+)/", path)
-    rule = path if match is None else f"layer_{{layer}}/{path[match.end() :]}"
+def tensor_names(source: TensorSource, plans: Iterable[ParamPlan]) -> Iterator[str]:
+    """Every source tensor of the plans, scales included."""
+    for plan in plans:
+        for piece in plan.pieces:
+            yield piece
+            scales = source.tensors[piece].scales
+            if scales is not None:
+                yield scales
+
+
+def rule_of(path: str) -> str:
+    """A parameter's path with "{layer}" for the layer's number."""
+    return re.sub(r"^layer_\d+/", "layer_{layer}/", path)
+
+
+def is_quantized(name: str, params: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
+    """Whether a module's parameter `name` is int8 with scales beside it."""
+    return name == "w" and "w" in params and np.dtype(params["w"].dtype) == np.int8 and "scale" in params
+
+
+def _plan_param(
+    path: str,
+    target: jax.ShapeDtypeStruct,
+    scale: jax.ShapeDtypeStruct | None,
+    source: TensorSource,
+    weights: WeightMap,
+) -> ParamPlan:
+    rule = rule_of(path)
     pattern = weights.names.get(rule)
     if pattern is None:
         raise CheckpointError(
             f"{source.path}: the model has a parameter {path!r}, for which its family knows no tensor"
         )
+    match = re.match(r"layer_(\d+)/", path)
     layer = None if match is None else int(match.group(1))
-    if layer and rule in weights.first_layer_only:
-        return ParamPlan(path, rule, target, (), per_expert=False)
-    if "{expert}" not in pattern:
-        return ParamPlan(path, rule, target, (pattern.format(layer=layer),), per_expert=False)
-    pieces = tuple(pattern.format(layer=layer, expert=expert) for expert in range(target.shape[0]))
-    return ParamPlan(path, rule, target, pieces, per_expert=True)
+    per_expert = "{expert}" in pattern
+    pieces: tuple[str, ...] = ()
+    if per_expert:
+        pieces = tuple(pattern.format(layer=layer, expert=expert) for expert in range(target.shape[0]))
+    elif not (layer and rule in weights.first_layer_only):
+        pieces = (pattern.format(layer=layer),)
+    return ParamPlan(path, rule, target, scale, pieces, per_expert, rule in weights.transposed)
 
 
 def _check_missing(source: TensorSource, plans: tuple[ParamPlan, ...]) -> None:
@@ -93,10 +129,39 @@ def _check_tensor(source: TensorSource, plan: ParamPlan, piece: str) -> None:
             f"{info.file}: tensor {piece!r} has shape {list(info.shape)}; the config asks for {list(plan.piece_shape)} "
             f"({plan.path})"
         )
-    if info.dtype not in FLOAT_DTYPES:
+    if info.scales is None and info.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
             f"{info.file}: tensor {piece!r} has dtype {info.dtype}; expected one of "
             f"{sorted(str(dtype) for dtype in FLOAT_DTYPES)}"
+        )
+    if info.scales is not None:
+        _check_scales(source, plan, piece, info.scales)
+    if plan.scale is not None and plan.target.shape[-1] % plan.scale.shape[-1]:
+        raise CheckpointError(
+            f"{plan.path}: {plan.target.shape[-1]} inputs cannot be divided into {plan.scale.shape[-1]} groups of one "
+            "scale each"
+        )
+
+
+def _check_scales(source: TensorSource, plan: ParamPlan, piece: str, name: str) -> None:
+    values, info = source.tensors[piece], source.tensors[name]
+    axis = -2 if plan.transposed else -1
+    num_inputs, num_groups = values.shape[axis], info.shape[axis] if len(info.shape) == len(values.shape) else 0
+    expected = list(values.shape)
+    expected[axis] = num_groups
+    if values.dtype != np.int8 or info.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{info.file}: {piece!r} has dtype {values.dtype} with scales of {info.dtype}; expected int8 with floats"
+        )
+    if list(info.shape) != expected or num_groups < 1 or num_inputs % num_groups:
+        raise CheckpointError(
+            f"{info.file}: {piece!r} has shape {list(values.shape)} with scales of {list(info.shape)}; expected the "
+            f"same shape with a divisor of {num_inputs} in place of {num_inputs}"
+        )
+    if plan.scale is not None and plan.scale.shape[-1] % num_groups:
+        raise CheckpointError(
+            f"{info.file}: {piece!r} has {num_groups} groups of inputs with a scale each; {plan.path} cannot have "
+            f"{plan.scale.shape[-1]}, only a multiple of that"
         )
 
 

@@ -14,11 +14,14 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    """Of the array that `read` returns: for a quantised tensor that of its dequantised values."""
+    """Of the array that `read` returns; where that dequantises, of the dequantised values."""
     num_bytes: int
     """Size in the file."""
     file: Path
     """The file that holds it, for messages."""
+    scales: str | None = None
+    """For int8 values: the name of the tensor with their scales, of the same shape but with G groups in place of the
+    I inputs. Each value counts times the scale of its group."""
 
 
 class TensorSource(Protocol):
@@ -33,7 +36,10 @@ class TensorSource(Protocol):
         """Every tensor of the checkpoint, by the name it has there."""
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in an array of its own (it does not alias the file). Raises `CheckpointError`."""
+        """One tensor: an array of its own, or an `np.memmap` of the file. Several threads may read at once.
+
+        Raises `CheckpointError`.
+        """
 
     def close(self) -> None:
         """Closes the files."""

@@ -33,8 +33,10 @@ class WeightMap:
     """By parameter path; absent: taken as it is."""
     extras: Mapping[str, ExtraCheck] = field(default_factory=dict)
     """Patterns of tensors that a checkpoint may hold beside the parameters, each with its check."""
+    transposed: frozenset[str] = frozenset()
+    """Paths of the parameters that the checkpoint has as [..., in, out]."""
     first_layer_only: frozenset[str] = frozenset()
-    """Parameters for which a checkpoint has a tensor in its first layer only; in the other layers they are zero."""
+    """Paths of parameters that a checkpoint has a tensor for in its first layer only; in the others they are zero."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from engine.weights import placement
-from engine.weights.placement import allocate, place, write
+from engine.weights.placement import allocate, piece_sharding, place, write
 
 SHAPE = (8, 4, 6)
 
 
 def mesh(data: int, model: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: data * model]).reshape(data, model), ("data", "model"))
+
+
+def write_ones(stacked: jax.Array, index: int) -> jax.Array:
+    return write(stacked, place(np.ones((4, 6), np.float32), stacked.dtype, piece_sharding(stacked.sharding, 3)), index)
 
 
 SHARDINGS = [
@@ -33,7 +37,7 @@ def test_pieces_written_in_any_order_make_the_whole(axes, spec, dtype):
     sharding = NamedSharding(mesh(*axes), spec)
     stacked = allocate(jax.ShapeDtypeStruct(SHAPE, dtype), sharding)
     for index in (5, 0, 7, 2, 1, 6, 4, 3):
-        stacked = write(stacked, whole[index], index)
+        stacked = write(stacked, place(whole[index], dtype, piece_sharding(sharding, 3)), index)
     assert stacked.sharding.is_equivalent_to(sharding, len(SHAPE))
     assert stacked.dtype == dtype
     np.testing.assert_array_equal(stacked, whole.astype(dtype))
@@ -41,7 +45,7 @@ def test_pieces_written_in_any_order_make_the_whole(axes, spec, dtype):
 
 def test_what_is_not_written_stays_as_it_was():
     sharding = NamedSharding(mesh(1, 8), P("model"))
-    stacked = write(allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), sharding), np.ones((4, 6), np.float32), 5)
+    stacked = write_ones(allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), sharding), 5)
     expected = np.zeros(SHAPE)
     expected[5] = 1
     np.testing.assert_array_equal(stacked, expected)
@@ -51,7 +55,7 @@ def test_what_is_not_written_stays_as_it_was():
 def test_writing_reuses_the_memory(spec):
     stacked = allocate(jax.ShapeDtypeStruct(SHAPE, jnp.float32), NamedSharding(mesh(1, 2), spec))
     before = [shard.data.unsafe_buffer_pointer() for shard in stacked.addressable_shards]
-    after = write(stacked, np.ones((4, 6), np.float32), 2)
+    after = write_ones(stacked, 2)
     assert stacked.is_deleted()
     assert [shard.data.unsafe_buffer_pointer() for shard in after.addressable_shards] == before
 
@@ -60,7 +64,7 @@ def test_one_program_serves_every_index():
     stacked = allocate(jax.ShapeDtypeStruct((5, 7), jnp.float32), NamedSharding(mesh(1, 1), P()))
     before = placement._write._cache_size()
     for expert in range(5):
-        stacked = write(stacked, np.full(7, expert, np.float32), expert)
+        stacked = write(stacked, jnp.full(7, expert, jnp.float32), expert)
     assert placement._write._cache_size() == before + 1
 
 
@@ -70,7 +74,7 @@ def test_one_program_serves_every_index():
 def test_a_whole_parameter_is_placed_and_cast(spec, source, target):
     values = (np.arange(32, dtype=np.float32).reshape(8, 4) / 3).astype(source)
     sharding = NamedSharding(mesh(1, 4), spec)
-    placed = place(values, jax.ShapeDtypeStruct((8, 4), target), sharding)
+    placed = place(values, np.dtype(target), sharding)
     assert placed.sharding.is_equivalent_to(sharding, 2)
     assert placed.dtype == target
     np.testing.assert_array_equal(placed, values.astype(np.float32).astype(target))

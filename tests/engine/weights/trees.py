@@ -13,11 +13,25 @@ Tree = dict[str, dict[str, jax.ShapeDtypeStruct]]
 
 def abstract_tree(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> Tree:
     """{module: {param: shape and dtype}}."""
-    shapes = _shapes(config)
     tree: Tree = {}
-    for path, shape in shapes.items():
+    for path, shape in _shapes(config).items():
         module, _, name = path.rpartition("/")
         tree.setdefault(module, {})[name] = jax.ShapeDtypeStruct(shape, dtype)
+    return tree
+
+
+def int8_tree(
+    config: ModelConfig, input_groups: int = 1, output_groups: int = 8, dtype: jnp.dtype = jnp.float32
+) -> Tree:
+    """The same with the layers' matrices, but for the router, as int8 with scales of `dtype`."""
+    tree = abstract_tree(config, dtype)
+    for module, params in tree.items():
+        if "w" not in params or not module.startswith("layer_") or module.endswith("router"):
+            continue
+        shape = params["w"].shape
+        groups = output_groups if module.endswith(("/o", "/down")) else input_groups
+        params["w"] = jax.ShapeDtypeStruct(shape, jnp.int8)
+        params["scale"] = jax.ShapeDtypeStruct((*shape[:-1], groups), dtype)
     return tree
 
 
@@ -30,7 +44,10 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "attention/v/w": (kv, d),
         "attention/o/w": (d, q),
     }
-    for norm in ("attention_norm", "ffn_norm"):
+    norms = ["attention_norm", "ffn_norm"]
+    if c.post_norms:
+        norms += ["attention_post_norm", "ffn_post_norm"]
+    for norm in norms:
         block[f"{norm}/scale"] = (d,)
         if c.norm == "layer":
             block[f"{norm}/bias"] = (d,)
