@@ -57,9 +57,9 @@ class StartUpLines:
             say(f"weights loading: {share} % of {total_bytes / 1e9:.2f} GB ({name})")
 
     def programs(self, done: int, total: int, name: str) -> None:
-        """Called before each program."""
-        if self._due(done in (0, total)):
-            say(f"programs compiling: {done} of {total} done, now {name}" if done < total else f"{total} compiled")
+        """Called before each program, and after the last."""
+        if done < total and self._due(done == 0):
+            say(f"programs compiling: {done} of {total} done, now {name}")
 
     def _due(self, always: bool) -> bool:
         now = time.monotonic()
