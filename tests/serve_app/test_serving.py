@@ -1,6 +1,7 @@
 """The whole thing on Ray Serve with the fake engine: a process of its own, real sockets, signals."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -71,6 +72,10 @@ class ServerProcess:
         """POSTs a completion request."""
         return httpx.post(self.url + "/v1/completions", json={"model": "fake", **body}, timeout=60)
 
+    def remove_files(self) -> None:
+        """After the end. Ray's last processes may still write a line."""
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+
     def stop(self) -> int:
         """SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)
@@ -95,6 +100,7 @@ def server() -> Iterator[ServerProcess]:
     finally:
         if server.process.poll() is None:
             server.stop()
+        server.remove_files()
 
 
 def num_in_flight(server: ServerProcess) -> float:
