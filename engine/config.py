@@ -7,6 +7,8 @@ from engine.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 DType = Literal["float32", "bfloat16", "float16"]
+WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
+ExpertSharding = Literal["width", "expert"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class LinearRopeScaling:
-    """Positions divided by `factor` (Chen et al., 2023, "Extending Context Window ... via Positional Interpolation")."""
+    """Positions divided by `factor` (Chen et al., 2023, "Extending Context Window of Large Language Models via
+    Positional Interpolation")."""
 
     factor: float
 
@@ -36,6 +39,30 @@ class MoEConfig:
     """Width of one expert."""
     renormalize: bool
     """Whether the gates of the chosen experts are rescaled to sum to 1 (Mixtral yes, Grok-1 no)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"{self.num_experts_per_token} experts per token cannot be chosen from {self.num_experts}; expected "
+                f"1 to {self.num_experts}"
+            )
+        if self.intermediate_size < 1:
+            raise ConfigError(f"the experts' intermediate_size is {self.intermediate_size}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How int8 weights are scaled: every output has one scale for each group of consecutive inputs."""
+
+    input_groups: int = 1
+    """Groups of the projections into a wider space: q, k, v, gate and up."""
+    output_groups: int = 8
+    """Groups of the projections back, o and down, whose inputs are divided over devices (Grok-1's release: by 8)."""
+
+    def __post_init__(self) -> None:
+        for name in ["input_groups", "output_groups"]:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -79,6 +106,8 @@ class ModelConfig:
     output_multiplier: float = 1.0
     """Multiplies the logits."""
     moe: MoEConfig | None = None
+    quantization: QuantizationConfig = QuantizationConfig()
+    """Of weights kept as int8; says nothing where they are not."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -126,7 +155,11 @@ class EngineConfig:
     max_queued_tokens: int | None = None
     """Prompt tokens that may wait; None: no limit beside `max_queue_len`."""
     activation_dtype: DType = "float32"
-    weight_dtype: DType = "float32"
+    weight_dtype: WeightDType = "float32"
+    """int8: the layers' matrices stay int8 with scales, for memory-bound accelerators; everything else is kept in the
+    activations' type. On a CPU choose float32, which widens such a checkpoint once, at loading."""
+    expert_sharding: ExpertSharding = "width"
+    """How experts lie over the model axis: each divided by its width, or whole experts dealt out."""
     cache_dtype: DType | None = None
     """None: that of the activations."""
     batch_invariant: bool = False

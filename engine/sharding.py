@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from engine.config import ModelConfig
+from engine.config import ExpertSharding, ModelConfig
 from engine.errors import ConfigError
 
 DATA = "data"
@@ -27,14 +27,25 @@ PARAM_RULES: tuple[tuple[str, P], ...] = (
     (r"layer_\d+/attention/(q|k)_norm/scale", P(None)),
     (r"layer_\d+/attention/(q|k|v)/w", P(MODEL, None)),
     (r"layer_\d+/attention/(q|k|v)/b", P(MODEL)),
-    (r"layer_\d+/attention/o/w", P(None, MODEL)),
+    (r"layer_\d+/attention/(q|k|v)/scale", P(MODEL, None)),
+    (r"layer_\d+/attention/o/(w|scale)", P(None, MODEL)),
     (r"layer_\d+/attention/o/b", P(None)),
-    (r"layer_\d+/ffn/(gate|up)/w", P(MODEL, None)),
+    (r"layer_\d+/ffn/(gate|up)/(w|scale)", P(MODEL, None)),
     (r"layer_\d+/ffn/(gate|up)/b", P(MODEL)),
-    (r"layer_\d+/ffn/down/w", P(None, MODEL)),
+    (r"layer_\d+/ffn/down/(w|scale)", P(None, MODEL)),
     (r"layer_\d+/ffn/down/b", P(None)),
+    (r"layer_\d+/moe/router/w", P(None, None)),
 )
 """(regular expression for the whole path, partition of the array)."""
+
+EXPERT_RULES: dict[ExpertSharding, tuple[tuple[str, P], ...]] = {
+    "width": (
+        (r"layer_\d+/moe/(gate|up)/(w|scale)", P(None, MODEL, None)),
+        (r"layer_\d+/moe/down/(w|scale)", P(None, None, MODEL)),
+    ),
+    "expert": ((r"layer_\d+/moe/(gate|up|down)/(w|scale)", P(MODEL, None, None)),),
+}
+"""The rules that `PARAM_RULES` goes on with, by how the experts are divided."""
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -53,47 +64,56 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     return Mesh(np.array(available[:needed]).reshape(data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
 
 
-def param_spec(path: str) -> P:
+def param_spec(path: str, expert_sharding: ExpertSharding = "width") -> P:
     """The partition of the parameter at `path` ("layer_0/attention/q/w").
 
     Raises `ConfigError` unless exactly one rule matches.
     """
-    matches = [(pattern, spec) for pattern, spec in PARAM_RULES if re.fullmatch(pattern, path)]
+    rules = PARAM_RULES + EXPERT_RULES[expert_sharding]
+    matches = [(pattern, spec) for pattern, spec in rules if re.fullmatch(pattern, path)]
     if len(matches) != 1:
         found = ", ".join(pattern for pattern, _ in matches) or "none"
         raise ConfigError(f"parameter {path!r} must match exactly one sharding rule; it matches {found}")
     return matches[0][1]
 
 
-def param_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+def param_sharding(
+    path: str, shape: Sequence[int], mesh: Mesh, expert_sharding: ExpertSharding = "width"
+) -> NamedSharding:
     """The sharding of the parameter at `path` on `mesh`.
 
-    A vocabulary that the model axis does not divide is kept whole on each device. Raises `ConfigError` where another
-    axis does not divide: `check_model_fits_mesh` says so with the shapes that would work.
+    A vocabulary that the model axis does not divide is kept whole on each device, and so are groups of scales. Raises
+    `ConfigError` where another axis does not divide: `check_model_fits_mesh` says so with the shapes that would work.
     """
-    spec = param_spec(path)
+    spec = param_spec(path, expert_sharding)
     for size, axis in zip(shape, spec, strict=True):
         if axis is not None and size % mesh.shape[axis]:
             if path in ("embed/w", "lm_head/w"):
                 return NamedSharding(mesh, P(None, None))
+            if path.endswith(("/o/scale", "/down/scale")) and spec[-1] == axis:
+                return NamedSharding(mesh, P(*spec[:-1], None))
             raise ConfigError(f"{path}: an axis of {size} cannot be divided over {mesh.shape[axis]} devices ({axis})")
     return NamedSharding(mesh, spec)
 
 
 def num_cache_heads(config: ModelConfig, mesh: Mesh) -> int:
-    """KV heads that the cache stores: K, or, where the model axis does not divide K, each head repeated so that it does.
+    """KV heads that the cache stores: K, or, where the model axis does not divide K, heads repeated so that it does.
 
     The number is lcm(K, model axis): it divides the query heads, since both K and the model axis do.
     """
     return math.lcm(config.num_kv_heads, mesh.shape[MODEL])
 
 
-def check_model_fits_mesh(config: ModelConfig, mesh: Mesh) -> None:
-    """Raises `ConfigError` with both numbers, and the model axes that would work, where the mesh cannot split the model."""
+def check_model_fits_mesh(config: ModelConfig, mesh: Mesh, expert_sharding: ExpertSharding = "width") -> None:
+    """Raises `ConfigError` where the mesh cannot split the model: both numbers, and the model axes that would work."""
     model = mesh.shape[MODEL]
     needs = {"query heads": config.num_heads}
     if config.moe is None:
         needs["feed-forward width"] = config.intermediate_size
+    elif expert_sharding == "width":
+        needs["width of an expert"] = config.moe.intermediate_size
+    else:
+        needs["experts"] = config.moe.num_experts
     bad = {name: size for name, size in needs.items() if size % model}
     if bad:
         fits = [m for m in range(1, 65) if all(size % m == 0 for size in needs.values())]

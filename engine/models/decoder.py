@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from engine.config import ModelConfig
+from engine.config import ExpertSharding, ModelConfig
 from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, write_and_attend
-from engine.models.layers import FeedForward, Linear, Norm, rope_frequencies, rotate
+from engine.models.layers import FeedForward, Linear, Norm, ParamDTypes, rope_frequencies, rotate
+from engine.models.moe import MixtureOfExperts
 from engine.sharding import check_model_fits_mesh, num_cache_heads
 
 Params = dict[str, dict[str, jax.Array]]
@@ -30,22 +31,23 @@ class _Batch(NamedTuple):
 class Attention(hk.Module):
     """Grouped-query attention (Ainslie et al., 2023) over the paged cache."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, name: str) -> None:
+    def __init__(self, config: ModelConfig, dtypes: ParamDTypes, mesh: Mesh, name: str) -> None:
         super().__init__(name)
-        self._config, self._dtype, self._mesh = config, dtype, mesh
+        self._config, self._dtypes, self._mesh = config, dtypes, mesh
 
     def __call__(
         self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: int, window: int | None
     ) -> tuple[Float[Array, "D BT"], KVCache]:
-        c = self._config
+        c, groups = self._config, self._config.quantization
 
         def heads(name: str, count: int) -> Float[Array, "heads N BT"]:
-            return Linear(count * c.head_size, c.qkv_bias, self._dtype, name)(x).reshape(count, c.head_size, -1)
+            linear = Linear(count * c.head_size, c.qkv_bias, self._dtypes, name, groups.input_groups)
+            return linear(x).reshape(count, c.head_size, -1)
 
         q, k, v = heads("q", c.num_heads), heads("k", c.num_kv_heads), heads("v", c.num_kv_heads)
         if c.qk_norm:
-            q = Norm("rms", c.norm_eps, self._dtype, "q_norm", axis=1)(q)
-            k = Norm("rms", c.norm_eps, self._dtype, "k_norm", axis=1)(k)
+            q = Norm("rms", c.norm_eps, self._dtypes.others, "q_norm", axis=1)(q)
+            k = Norm("rms", c.norm_eps, self._dtypes.others, "k_norm", axis=1)(k)
         positions, frequencies = batch.layout.positions.reshape(-1), rope_frequencies(c)
         q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
         repeat = num_cache_heads(c, self._mesh) // c.num_kv_heads
@@ -65,15 +67,18 @@ class Attention(hk.Module):
             softcap=c.attention_softcap,
         )
         out = out.reshape(c.num_heads * c.head_size, -1)
-        return Linear(c.hidden_size, c.attention_output_bias, self._dtype, "o")(out), cache
+        project = Linear(c.hidden_size, c.attention_output_bias, self._dtypes, "o", groups.output_groups)
+        return project(out), cache
 
 
 class Block(hk.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to the residual."""
+    """One layer: attention and feed-forward (or a mixture of experts), each behind a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, name: str) -> None:
+    def __init__(
+        self, config: ModelConfig, dtypes: ParamDTypes, mesh: Mesh, expert_sharding: ExpertSharding, name: str
+    ) -> None:
         super().__init__(name)
-        self._config, self._dtype, self._mesh = config, dtype, mesh
+        self._config, self._dtypes, self._mesh, self._expert_sharding = config, dtypes, mesh, expert_sharding
 
     def __call__(
         self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: int, window: int | None
@@ -81,12 +86,19 @@ class Block(hk.Module):
         c = self._config
 
         def norm(name: str) -> Norm:
-            return Norm(c.norm, c.norm_eps, self._dtype, name)
+            return Norm(c.norm, c.norm_eps, self._dtypes.others, name)
 
-        attention = Attention(c, self._dtype, self._mesh, "attention")
+        attention = Attention(c, self._dtypes, self._mesh, "attention")
         h, cache = attention(norm("attention_norm")(x), cache, batch, layer, window)
         x = x + (norm("attention_post_norm")(h) if c.post_norms else h)
-        h = FeedForward(c, self._dtype, "ffn")(norm("ffn_norm")(x))
+        h = norm("ffn_norm")(x)
+        if c.moe is None:
+            h = FeedForward(c, self._dtypes, "ffn")(h)
+        else:
+            layout = batch.layout
+            is_real = jnp.arange(layout.positions.shape[1])[None] < layout.num_tokens[:, None]
+            experts = MixtureOfExperts(c, self._dtypes, self._mesh, self._expert_sharding, "moe")
+            h = experts(h, is_real.reshape(-1))
         x = x + (norm("ffn_post_norm")(h) if c.post_norms else h)
         return x, cache
 
@@ -94,15 +106,24 @@ class Block(hk.Module):
 class Decoder:
     """The decoder on a mesh as pure functions of (params, inputs).
 
-    `weight_dtype` is that of the parameters, `activation_dtype` that of the residual stream. Norms, RoPE, softmax and
-    logits are computed in float32. Raises `ConfigError` where the mesh cannot split the model.
+    `weight_dtype` is that of the parameters, `activation_dtype` that of the residual stream. int8 weights: the layers'
+    matrices, with scales; everything else is then in the activations' type. Norms, RoPE, softmax and logits are
+    computed in float32. Raises `ConfigError` where the mesh cannot split the model.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, weight_dtype: str, activation_dtype: str) -> None:
-        check_model_fits_mesh(config, mesh)
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        weight_dtype: str,
+        activation_dtype: str,
+        expert_sharding: ExpertSharding = "width",
+    ) -> None:
+        check_model_fits_mesh(config, mesh, expert_sharding)
         self.config = config
         self.mesh = mesh
-        self._weight_dtype = jnp.dtype(weight_dtype)
+        self.expert_sharding = expert_sharding
+        self._dtypes = ParamDTypes.of(weight_dtype, activation_dtype)
         self._activation_dtype = jnp.dtype(activation_dtype)
 
     def hidden(
@@ -141,7 +162,8 @@ class Decoder:
         def run() -> None:
             self._hidden(cache, ints, layout, 1)
             if not self.config.tie_embeddings:
-                with_head = Linear(self.config.vocab_size, False, self._weight_dtype, "lm_head")
+                head_dtypes = ParamDTypes(self._dtypes.others, self._dtypes.others)
+                with_head = Linear(self.config.vocab_size, False, head_dtypes, "lm_head")
                 with_head(jnp.zeros((self.config.hidden_size, 1), self._activation_dtype))
 
         return hk.transform(run).init(key)
@@ -149,7 +171,7 @@ class Decoder:
     def _hidden(
         self, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
     ) -> tuple[Array, KVCache]:
-        c, dtype = self.config, self._weight_dtype
+        c, dtype = self.config, self._dtypes.others
         x = _Embedding(c, dtype, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
         if c.embedding_multiplier != 1.0:
             x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
@@ -158,7 +180,8 @@ class Decoder:
         # Unrolled over separate arrays: in a scan over stacked weights the CPU backend copies each layer's weights
         # out of the stack before it multiplies, which doubles a decode step.
         for layer, window in enumerate(c.layer_windows or (None,) * c.num_layers):
-            x, cache = Block(c, dtype, self.mesh, f"layer_{layer}")(x, cache, batch, layer, window)
+            block = Block(c, self._dtypes, self.mesh, self.expert_sharding, f"layer_{layer}")
+            x, cache = block(x, cache, batch, layer, window)
         return Norm(c.norm, c.norm_eps, dtype, "final_norm")(x), cache
 
 
