@@ -23,8 +23,8 @@ setup: $(INSTALLED) ## Makes .venv with the locked packages and the default mode
 # Ray reports usage to its makers unless told not to.
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-serve: setup ## Serves CONFIG (configs/app.yaml: the default model on 127.0.0.1:8000)
-	$(BIN)/serve run $(CONFIG)
+serve: setup ## Serves CONFIG (configs/app.yaml: the default model on 127.0.0.1:8000); ends gracefully on SIGTERM and Ctrl-C
+	$(BIN)/python -m serve_app $(CONFIG)
 
 test: setup ## Runs the whole test suite (PYTEST_ARGS: for pytest)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
