@@ -142,11 +142,10 @@ def _write_tokens(k: Array, v: Array, cache: KVCache, layer: int, layout: BatchL
     position = layout.positions[:, 0]
     page = jnp.take_along_axis(layout.page_table, (position // page_size)[:, None], axis=1)[:, 0]
     page = _drop_unless(layout.num_tokens > 0, page, cache)
-    offset = position % page_size
-    dtype = cache.keys.dtype
+    page, offset, k, v = _not_alone(cache, page, position % page_size, k.transpose(2, 0, 1), v.transpose(2, 0, 1))
     return KVCache(
-        cache.keys.at[layer, page, :, :, offset].set(k.transpose(2, 0, 1).astype(dtype), mode="drop"),
-        cache.values.at[layer, page, :, offset, :].set(v.transpose(2, 0, 1).astype(dtype), mode="drop"),
+        cache.keys.at[layer, page, :, :, offset].set(k.astype(cache.keys.dtype), mode="drop"),
+        cache.values.at[layer, page, :, offset, :].set(v.astype(cache.values.dtype), mode="drop"),
     )
 
 
@@ -164,6 +163,7 @@ def _write_chunks(k: Array, v: Array, cache: KVCache, layer: int, layout: BatchL
     heads, size = k.shape[:2]
     k = k.reshape(heads, size, batch * num_pages, page_size).transpose(2, 0, 1, 3)
     v = v.reshape(heads, size, batch * num_pages, page_size).transpose(2, 0, 3, 1)
+    pages, k, v = _not_alone(cache, pages, k, v)
     return KVCache(
         cache.keys.at[layer, pages].set(k.astype(cache.keys.dtype), mode="drop"),
         cache.values.at[layer, pages].set(v.astype(cache.values.dtype), mode="drop"),
@@ -173,6 +173,17 @@ def _write_chunks(k: Array, v: Array, cache: KVCache, layer: int, layout: BatchL
 def _drop_unless(keep: Array, page: Array, cache: KVCache) -> Array:
     """Page ids with those not to be written moved out of range."""
     return jnp.where(keep, page, cache.keys.shape[1])
+
+
+def _not_alone(cache: KVCache, pages: Array, *others: Array) -> tuple[Array, ...]:
+    """Page ids and what belongs to each; a single one gets a companion that is not written.
+
+    XLA turns a scatter of one index into a slice update behind a select, for which it copies the whole cache.
+    """
+    if pages.shape[0] > 1:
+        return (pages, *others)
+    nowhere = jnp.full_like(pages, cache.keys.shape[1])
+    return (jnp.concatenate([pages, nowhere]), *(jnp.concatenate([a, a]) for a in others))
 
 
 def _attend(
