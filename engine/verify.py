@@ -12,6 +12,7 @@ unusable.
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -70,7 +71,8 @@ class Comparison:
 def load_references(path: Path, prefix: str = "") -> list[PromptReference]:
     """Every prompt of a reference file. Raises `CheckpointError` naming an array that is missing or mis-shaped."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here: numpy leaves the file open where it is damaged.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -197,7 +199,7 @@ def parse_mesh(text: str) -> tuple[int, int]:
 
 def _parse_tolerance(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
+    if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a finite number of at least 0")
     return value
 
@@ -232,7 +234,8 @@ def verify(args: argparse.Namespace) -> bool:
     config = engine_config(references, mesh.shape[DATA], args.dtype)
     params = load_params(path, model, decoder.abstract_params(), lambda p, s: param_sharding(p, s, mesh))
     comparisons = compare(build_engine(decoder, params, config), references)
-    _report(f"{len(references)} prompts on mesh {args.mesh[0]}x{args.mesh[1]}, prefilled in {config.prefill_buckets}")
+    chunks = ", ".join(map(str, config.prefill_buckets))
+    _report(f"{len(references)} prompts on mesh {args.mesh[0]}x{args.mesh[1]}, prefilled in chunks of {chunks}")
     for j, (reference, c) in enumerate(zip(references, comparisons, strict=True)):
         _report(
             f"prompt {j} ({len(reference.prompt)} tokens): largest logit difference {c.prefill_error:.2e} in prefill, "
