@@ -32,13 +32,14 @@ def build_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
     prepare_platform(config.mesh)
     prepare_compilation_cache(config.compilation_cache_dir)
     mesh = make_mesh(config.mesh.data, config.mesh.model)
-    decoder = Decoder(model, mesh, engine_config.weight_dtype, engine_config.activation_dtype)
+    experts = engine_config.expert_sharding
+    decoder = Decoder(model, mesh, engine_config.weight_dtype, engine_config.activation_dtype, experts)
     started_at = time.monotonic()
     params = load_params(
         path,
         model,
         decoder.abstract_params(),
-        lambda name, shape: param_sharding(name, shape, mesh),
+        lambda name, shape: param_sharding(name, shape, mesh, experts),
         StartUpLines().weights,
     )
     say(f"weights loaded in {time.monotonic() - started_at:.1f} s onto {mesh.size} {mesh.devices.flat[0].platform}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from engine.config import DType, EngineConfig
+from engine.config import DType, EngineConfig, ExpertSharding, WeightDType
 from engine.errors import ConfigError
 from engine.request import MAX_LOGPROBS
 from serve_app.strict import StrictModel, complaints, suggestion
@@ -65,8 +65,12 @@ class EngineSection(StrictModel):
     activation_dtype: DType = Field(
         default="float32", description="Type of activations. float32 on CPU, bfloat16 on GPU."
     )
-    weight_dtype: DType = Field(
-        default="float32", description="Type of weights in memory. float32 on CPU, bfloat16 on GPU."
+    weight_dtype: WeightDType = Field(
+        default="float32",
+        description="Type of weights in memory. float32 on CPU, bfloat16 on GPU; int8 for a checkpoint that is int8.",
+    )
+    expert_sharding: ExpertSharding = Field(
+        default="width", description="Experts over the model axis: each divided by its width, or whole ones dealt out."
     )
     cache_dtype: DType | None = Field(
         default=None, description="Type of the KV cache. Default: that of the activations."
