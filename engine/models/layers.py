@@ -50,7 +50,7 @@ def matrix_params(
         return hk.get_parameter("w", shape, dtypes.matrices, _init), None
     if shape[-1] % num_groups:
         raise ConfigError(f"int8 weights with {shape[-1]} inputs cannot be scaled in {num_groups} equal groups")
-    w = hk.get_parameter("w", shape, jnp.int8, _init_int8)
+    w = hk.get_parameter("w", shape, dtypes.matrices, _init_int8)
     scale = hk.get_parameter(
         "scale", (*shape[:-1], num_groups), dtypes.scales, hk.initializers.Constant(0.02 / _INT8_STD)
     )
