@@ -69,7 +69,13 @@ def read_native_config(directory: Path) -> ModelConfig:
 
 def native_config(config: ModelConfig) -> dict[str, object]:
     """The contents of config.json for a model."""
-    return {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, "config": encode_record(config)}
+    return {
+        "model_type": MODEL_TYPE,
+        "format_version": FORMAT_VERSION,
+        "config": encode_record(config),
+        # Where a tokenizer without a generation_config.json looks.
+        "eos_token_id": list(config.eos_token_ids),
+    }
 
 
 def read_checksums(directory: Path) -> Checksums:

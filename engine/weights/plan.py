@@ -97,6 +97,8 @@ def _plan_param(
     source: TensorSource,
     weights: WeightMap,
 ) -> ParamPlan:
+    if scale is None and np.dtype(target.dtype) not in FLOAT_DTYPES:
+        raise CheckpointError(f"{path} is declared as {np.dtype(target.dtype)} without a scale beside it")
     rule = rule_of(path)
     pattern = weights.names.get(rule)
     if pattern is None:

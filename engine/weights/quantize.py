@@ -13,6 +13,9 @@ import numpy as np
 
 LARGEST = 127
 
+INVERSE = np.float32(1 / LARGEST)
+"""Multiplied with: XLA turns a division by a constant into this, numpy does not, and both must agree to the bit."""
+
 ROWS_TOGETHER = 256
 """Rows whose scales the host computes together."""
 
@@ -35,7 +38,7 @@ QuantizationReport = Callable[[QuantizationError], None]
 def group_scales(w: jax.Array, num_groups: int, dtype: np.dtype) -> jax.Array:
     """Scales [..., O, G] of float32 `w` [..., O, I]: max |w| / 127 over each group."""
     groups = w.reshape(*w.shape[:-1], num_groups, w.shape[-1] // num_groups)
-    return (jnp.max(jnp.abs(groups), axis=-1) / LARGEST).astype(dtype)
+    return (jnp.max(jnp.abs(groups), axis=-1) * INVERSE).astype(dtype)
 
 
 def host_scales(w: np.ndarray, num_groups: int, dtype: np.dtype) -> np.ndarray:
@@ -44,7 +47,7 @@ def host_scales(w: np.ndarray, num_groups: int, dtype: np.dtype) -> np.ndarray:
     for start in range(0, w.shape[-2], ROWS_TOGETHER):
         rows = w[..., start : start + ROWS_TOGETHER, :].astype(np.float32)
         groups = rows.reshape(*rows.shape[:-1], num_groups, -1)
-        scales[..., start : start + ROWS_TOGETHER, :] = np.abs(groups).max(axis=-1) / np.float32(LARGEST)
+        scales[..., start : start + ROWS_TOGETHER, :] = np.abs(groups).max(axis=-1) * INVERSE
     return scales
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import threading
 import tracemalloc
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 
 from engine.config import ModelConfig, MoEConfig
+from engine.engine import build_engine
 from engine.errors import CheckpointError
+from engine.models.decoder import Decoder
 from engine.sharding import make_mesh, param_sharding
+from engine.verify import compare, engine_config, load_references
 from engine.weights import grok1
 from engine.weights.grok1 import Grok1Source
 from engine.weights.load import load_config, load_params
@@ -339,3 +343,19 @@ def test_the_host_holds_one_tensor_for_each_thread(tmp_path, num_threads):
         tracemalloc.stop()
     assert total > 15 * largest
     assert peak < (num_threads + 0.7) * largest
+
+
+@pytest.mark.slow
+def test_int8_weights_give_the_logits_and_tokens_of_the_reference():
+    path = reference_dir("grok1/tiny")
+    references, config = load_references(path / "reference_f32.npz"), load_config(path)
+    mesh = make_mesh(1, 8)
+    decoder = Decoder(config, mesh, "int8", "float32")
+    options = dataclasses.replace(engine_config(references, 1, "float32"), weight_dtype="int8")
+    params = load_params(path, config, decoder.abstract_params(), lambda p, s: param_sharding(p, s, mesh))
+    assert params["layer_1/moe/down"]["w"].dtype == jnp.int8
+    comparisons = compare(build_engine(decoder, params, options), references)
+    assert len(comparisons) == 3
+    for comparison in comparisons:
+        assert comparison.ok(1e-3), comparison
+        assert comparison.num_agreeing == 24
