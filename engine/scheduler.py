@@ -174,7 +174,7 @@ class Scheduler:
         """Raises `AssertionError` unless every slot and page is accounted for."""
         for pool in self.pools:
             pool.check_integrity()
-        held = [s.slot for s in self._running]
+        held = [s.slot for s in self._running if s.slot is not None]
         free = [slot for slots in self._free_slots for slot in slots]
         assert sorted(held + free) == list(range(self.limits.num_slots)), "slots are lost or held twice"
         assert sum(pool.num_held for pool in self.pools) == sum(len(s.pages) for s in self._running)
