@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: `model.safetensors`, or shards listed in `model.safetensors.index.json`."""
 
+import json
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import ml_dtypes
@@ -44,11 +44,9 @@ class HFSource:
     def __init__(self, directory: Path) -> None:
         self._path = directory
         self._tensors: dict[str, TensorInfo] = {}
-        self._shards: dict[Path, safe_open] = {}
-        with ExitStack() as stack:
-            for file, listed in _shard_files(directory).items():
-                self._open_shard(file, listed, stack)
-            self._stack = stack.pop_all()
+        self._offsets: dict[str, int] = {}
+        for file, listed in _shard_files(directory).items():
+            self._open_shard(file, listed)
 
     @property
     def path(self) -> Path:
@@ -61,36 +59,37 @@ class HFSource:
         return self._tensors
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; shape and dtype as in `tensors`."""
-        file = self._tensors[name].file
+        """One tensor, mapped; shape and dtype as in `tensors`."""
+        info = self._tensors[name]
+        if not info.num_bytes:
+            return np.zeros(info.shape, info.dtype)
         try:
-            return self._shards[file].get_tensor(name)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: tensor {name!r} cannot be read ({error})") from error
+            return np.memmap(info.file, info.dtype, mode="r", offset=self._offsets[name], shape=info.shape)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{info.file}: tensor {name!r} cannot be read ({error})") from error
 
     def close(self) -> None:
-        """Closes the shards."""
-        self._shards.clear()
-        self._stack.close()
+        """Nothing stays open between reads."""
 
-    def _open_shard(self, file: Path, listed: frozenset[str] | None, stack: ExitStack) -> None:
+    def _open_shard(self, file: Path, listed: frozenset[str] | None) -> None:
         try:
-            shard = stack.enter_context(safe_open(file, framework="numpy"))
+            # Checks that the tensors fill the file, without overlap.
+            with safe_open(file, framework="numpy") as shard:
+                infos = {name: _tensor_info(shard, name, file) for name in shard.keys()}  # noqa: SIM118
         except FileNotFoundError as error:
             raise CheckpointError(f"{file}: missing, though {INDEX_FILE} lists it") from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file}: not a complete safetensors file ({error}); it may be truncated, or not be a safetensors file"
             ) from error
-        names = frozenset(shard.keys())
+        names = frozenset(infos)
         if listed is not None and names != listed:
             absent, unlisted = sorted(listed - names), sorted(names - listed)
             if absent:
                 raise CheckpointError(f"{file}: lacks tensor {absent[0]!r}, which {INDEX_FILE} lists for it")
             raise CheckpointError(f"{file}: holds tensor {unlisted[0]!r}, which {INDEX_FILE} does not list for it")
-        self._shards[file] = shard
-        for name in names:
-            self._tensors[name] = _tensor_info(shard, name, file)
+        self._tensors |= infos
+        self._offsets |= _offsets(file)
 
 
 def _tensor_info(shard: safe_open, name: str, file: Path) -> TensorInfo:
@@ -100,6 +99,19 @@ def _tensor_info(shard: safe_open, name: str, file: Path) -> TensorInfo:
         raise CheckpointError(f"{file}: tensor {name!r} has dtype {view.get_dtype()}; expected one of {sorted(DTYPES)}")
     shape = tuple(view.get_shape())
     return TensorInfo(shape, dtype, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, file)
+
+
+def _offsets(file: Path) -> dict[str, int]:
+    """Where each tensor's data begins, in bytes from the start of the file (the header was checked before).
+
+    Format: the length of the header in 8 bytes, the header in JSON, the data.
+    """
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(header_bytes))
+    return {
+        name: 8 + header_bytes + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
+    }
 
 
 def _shard_files(directory: Path) -> dict[Path, frozenset[str] | None]:

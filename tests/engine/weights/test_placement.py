@@ -78,3 +78,27 @@ def test_a_whole_parameter_is_placed_and_cast(spec, source, target):
     assert placed.sharding.is_equivalent_to(sharding, 2)
     assert placed.dtype == target
     np.testing.assert_array_equal(placed, values.astype(np.float32).astype(target))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_placed_parameter_does_not_change_with_its_file(tmp_path, transposed):
+    # 64 floats at an offset of 64 bytes: aligned as the CPU backend likes it, which then takes arrays without a copy.
+    file = tmp_path / "values"
+    file.write_bytes(bytes(64) + np.arange(64, dtype=np.float32).tobytes())
+    host = np.memmap(file, np.float32, mode="r", offset=64, shape=(8, 8))
+    placed = place(host, np.dtype(np.float32), NamedSharding(mesh(1, 1), P()), transposed)
+    with file.open("r+b") as opened:
+        opened.write(bytes(64 + 256))
+    np.testing.assert_array_equal(host, np.zeros((8, 8)))
+    expected = np.arange(64, dtype=np.float32).reshape(8, 8)
+    np.testing.assert_array_equal(placed, expected.T if transposed else expected)
+
+
+@pytest.mark.parametrize(("axes", "spec"), [((1, 8), P("model", None)), ((2, 4), P(None, "model")), ((2, 3), P())])
+@pytest.mark.parametrize("target", [jnp.float32, jnp.bfloat16])
+def test_a_transposed_parameter_is_turned_on_its_devices(axes, spec, target):
+    values = np.arange(64 * 8, dtype=np.float32).reshape(8, 64)
+    sharding = NamedSharding(mesh(*axes), spec)
+    placed = place(values, np.dtype(target), sharding, transposed=True)
+    assert placed.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_array_equal(placed, values.T.astype(target))
