@@ -12,6 +12,7 @@ from engine.models.decoder import Decoder
 from engine.request import EngineProtocol
 from engine.sharding import make_mesh, param_sharding
 from engine.weights.load import load_config, load_params
+from engine.weights.quantize import QuantizationError, describe_errors
 from engine.weights.source import resolve_source
 from serve_app.config import AppConfig, MeshSection
 from serve_app.console import StartUpLines, say
@@ -35,14 +36,18 @@ def build_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
     experts = engine_config.expert_sharding
     decoder = Decoder(model, mesh, engine_config.weight_dtype, engine_config.activation_dtype, experts)
     started_at = time.monotonic()
+    errors: list[QuantizationError] = []
     params = load_params(
         path,
         model,
         decoder.abstract_params(),
         lambda name, shape: param_sharding(name, shape, mesh, experts),
         StartUpLines().weights,
+        errors.append,
     )
     say(f"weights loaded in {time.monotonic() - started_at:.1f} s onto {mesh.size} {mesh.devices.flat[0].platform}")
+    if errors:
+        say(describe_errors(errors))
     return join_engine(decoder, params, engine_config), tokenizer
 
 

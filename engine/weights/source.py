@@ -10,8 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from engine.errors import CheckpointError
 
 SOURCE_KINDS = (
-    "expected a local path (a .gguf file or a Hugging Face directory), package:<package>/<file>, or "
-    "hf:<org>/<name>[@<revision>]"
+    "expected a local path (a .gguf file, a Hugging Face directory, a Grok-1 release or a converted model), "
+    "package:<package>/<file>, or hf:<org>/<name>[@<revision>]"
 )
 
 HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -22,7 +22,7 @@ HUB_IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
 
 
 def resolve_source(source: str, download: Callable[..., str] = snapshot_download) -> Path:
-    """The local GGUF file or Hugging Face directory that `source` names.
+    """The local file or directory that `source` names.
 
     `package:<package>/<file>` is looked up without importing the package. `hf:<org>/<name>[@<revision>]` is downloaded
     through `download` (huggingface_hub's cache and HF_HUB_OFFLINE are honoured). Raises `CheckpointError` naming the
