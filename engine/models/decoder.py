@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from engine.config import ExpertSharding, ModelConfig
 from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, write_and_attend
-from engine.models.layers import FeedForward, Linear, Norm, ParamDTypes, rope_frequencies, rotate
+from engine.models.layers import FeedForward, Linear, Norm, ParamDTypes, Rotation, rotate, rotation
 from engine.models.moe import MixtureOfExperts
 from engine.sharding import check_model_fits_mesh, num_cache_heads
 
@@ -26,6 +26,7 @@ class _Batch(NamedTuple):
 
     layout: BatchLayout
     num_blocks: Array | int
+    rotation: Rotation
 
 
 class Attention(hk.Module):
@@ -48,8 +49,7 @@ class Attention(hk.Module):
         if c.qk_norm:
             q = Norm("rms", c.norm_eps, self._dtypes.others, "q_norm", axis=1)(q)
             k = Norm("rms", c.norm_eps, self._dtypes.others, "k_norm", axis=1)(k)
-        positions, frequencies = batch.layout.positions.reshape(-1), rope_frequencies(c)
-        q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
+        q, k = rotate(q, batch.rotation), rotate(k, batch.rotation)
         repeat = num_cache_heads(c, self._mesh) // c.num_kv_heads
         if repeat > 1:
             k, v = jnp.repeat(k, repeat, axis=0), jnp.repeat(v, repeat, axis=0)
@@ -175,7 +175,7 @@ class Decoder:
         x = _Embedding(c, dtype, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
         if c.embedding_multiplier != 1.0:
             x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
-        batch = _Batch(layout, num_blocks)
+        batch = _Batch(layout, num_blocks, rotation(c, layout.positions.reshape(-1)))
 
         # Unrolled over separate arrays: in a scan over stacked weights the CPU backend copies each layer's weights
         # out of the stack before it multiplies, which doubles a decode step.

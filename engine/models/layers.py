@@ -7,6 +7,7 @@ Letters: T tokens, D model, I in, O out, F feed-forward width, H query heads, N 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import haiku as hk
 import jax
@@ -165,11 +166,22 @@ def rope_frequencies(config: ModelConfig) -> Float[Array, " half"]:
     return frequencies * (smooth + (1.0 - smooth) / scaling.factor)
 
 
-def rotate(
-    x: Float[Array, "H N T"], positions: Int[Array, " T"], frequencies: Float[Array, " half"]
-) -> Float[Array, "H N T"]:
+class Rotation(NamedTuple):
+    """Cosines and sines of each token's angles: the same in every layer, so computed once a step."""
+
+    cos: Float[Array, "half T"]
+    sin: Float[Array, "half T"]
+
+
+def rotation(config: ModelConfig, positions: Int[Array, " T"]) -> Rotation:
+    """The rotation of tokens at these positions."""
+    angles = rope_frequencies(config)[:, None] * positions[None, :].astype(jnp.float32)
+    # Behind the barrier, so that the compiler does not compute them again in each layer.
+    return jax.lax.optimization_barrier(Rotation(jnp.cos(angles), jnp.sin(angles)))
+
+
+def rotate(x: Float[Array, "H N T"], by: Rotation) -> Float[Array, "H N T"]:
     """RoPE with the halves convention: element i is paired with element i + N/2. Computed in float32."""
-    angles = frequencies[:, None] * positions[None, :].astype(jnp.float32)
-    cos, sin = jnp.cos(angles)[None], jnp.sin(angles)[None]
+    cos, sin = by.cos[None], by.sin[None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
