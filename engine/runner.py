@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.forward import BatchShape, DeviceState, compile_step, pack_rows, row_indices
 from engine.kv_cache import BLOCK_LEN, CacheShape
 from engine.models.decoder import Decoder, Params
+from engine.models.moe import experts_apart
 from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
 from engine.request import TokenLogprobs
 from engine.sampling import Sampled
@@ -134,7 +135,7 @@ class StepRunner:
 
     def __init__(self, decoder: Decoder, params: Params, config: EngineConfig) -> None:
         self.decoder = decoder
-        self.params = params
+        self.params = experts_apart(params, decoder.mesh)
         self.sizes = derive_sizes(config, decoder)
         self.compilations = CompilationCounter()
         self._compiled_at_warm_up: int | None = None

@@ -16,16 +16,9 @@ from jax.sharding import PartitionSpec as P
 from engine.config import ModelConfig, MoEConfig, QuantizationConfig
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
+from engine.models.experts import Experts, Matrices, Routing, all_experts, chosen_experts
 from engine.models.layers import ParamDTypes
-from engine.models.moe import (
-    Experts,
-    Matrices,
-    MixtureOfExperts,
-    Routing,
-    all_experts,
-    chosen_experts,
-    route,
-)
+from engine.models.moe import MixtureOfExperts, block_len, experts_apart, route
 from engine.sharding import check_model_fits_mesh, make_mesh, param_sharding, param_spec
 from engine.verify import main
 
@@ -58,12 +51,21 @@ def routing_of(experts, seed=0):
     return Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(gates, jnp.float32))
 
 
-chosen = jax.jit(chosen_experts, static_argnums=(4, 5))
+compiled_chosen = jax.jit(chosen_experts, static_argnums=(4, 5, 6))
 every = jax.jit(all_experts, static_argnums=4)
 
 
-def assert_equal_to_all_experts(x, is_real, routing, experts, tile_bytes):
-    got = chosen(x, is_real, routing, experts, "gelu_tanh", tile_bytes)
+def chosen(x, is_real, routing, experts, activation, storage):
+    """`storage`: "whole" or "tiles" of one array, or an array for each expert: "apart"."""
+    if storage == "apart":
+        experts = Experts(*(Matrices(tuple(m.w[e : e + 1] for e in range(NUM_EXPERTS)), None) for m in experts))
+    length = block_len(x.shape[1], MoEConfig(NUM_EXPERTS, CHOSEN, WIDTH, False))
+    tile_bytes = None if storage == "whole" else SMALL_TILES
+    return compiled_chosen(x, is_real, routing, experts, activation, length, tile_bytes)
+
+
+def assert_equal_to_all_experts(x, is_real, routing, experts, storage):
+    got = chosen(x, is_real, routing, experts, "gelu_tanh", storage)
     expected = every(x, is_real, routing, experts, "gelu_tanh")
     assert np.abs(expected).max() > 0.05 or not is_real.any()
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
@@ -72,51 +74,51 @@ def assert_equal_to_all_experts(x, is_real, routing, experts, tile_bytes):
 assignments = st.lists(st.permutations(range(NUM_EXPERTS)).map(lambda order: order[:CHOSEN]), min_size=29, max_size=29)
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-@pytest.mark.parametrize("tile_bytes", [None, SMALL_TILES])
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    [("float32", "whole"), ("float32", "tiles"), ("float32", "apart"), ("int8", "whole"), ("int8", "tiles")],
+)
 @settings(max_examples=25, deadline=None)
 @given(experts=assignments, is_real=st.lists(st.booleans(), min_size=29, max_size=29))
-def test_any_balance_equals_all_experts(kind, tile_bytes, experts, is_real):
-    assert_equal_to_all_experts(
-        make_tokens(29), jnp.asarray(is_real), routing_of(experts), make_experts(kind), tile_bytes
-    )
+def test_any_balance_equals_all_experts(kind, storage, experts, is_real):
+    assert_equal_to_all_experts(make_tokens(29), jnp.asarray(is_real), routing_of(experts), make_experts(kind), storage)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 300])
 @pytest.mark.parametrize("pattern", ["one pair", "spread", "lopsided"])
-@pytest.mark.parametrize("tile_bytes", [None, SMALL_TILES])
-def test_any_number_of_tokens_equals_all_experts(num_tokens, pattern, tile_bytes):
+@pytest.mark.parametrize("storage", ["whole", "tiles", "apart"])
+def test_any_number_of_tokens_equals_all_experts(num_tokens, pattern, storage):
     experts = {
         "one pair": [(3, 1)] * num_tokens,
         "spread": [(t % NUM_EXPERTS, (t + 2) % NUM_EXPERTS) for t in range(num_tokens)],
         "lopsided": [(0, 4) if t % 97 else (2, 3) for t in range(num_tokens)],
     }[pattern]
     is_real = jnp.ones(num_tokens, bool)
-    assert_equal_to_all_experts(make_tokens(num_tokens), is_real, routing_of(experts), make_experts(), tile_bytes)
+    assert_equal_to_all_experts(make_tokens(num_tokens), is_real, routing_of(experts), make_experts(), storage)
 
 
-@pytest.mark.parametrize("tile_bytes", [None, SMALL_TILES])
-def test_an_expert_that_no_real_token_chose_is_not_used(tile_bytes):
+@pytest.mark.parametrize("storage", ["whole", "tiles", "apart"])
+def test_an_expert_that_no_real_token_chose_is_not_used(storage):
     """Not even multiplied by zero: values that are not finite stay where they are."""
     experts = jax.tree.map(lambda a: a.at[2].set(jnp.nan), make_experts())
     routing = routing_of([(0, 1), (3, 4), (1, 3), (2, 0)])
     x = make_tokens(4).at[:, 3].set(jnp.inf)
-    out = chosen(x, jnp.asarray([True, True, True, False]), routing, experts, "silu", tile_bytes)
+    out = chosen(x, jnp.asarray([True, True, True, False]), routing, experts, "silu", storage)
     assert np.isfinite(out).all()
     assert not out[:, 3].any()
 
 
 def test_experts_of_other_devices_add_nothing():
     x, is_real, experts = make_tokens(3), jnp.ones(3, bool), make_experts()
-    there = chosen(x, is_real, routing_of([(-1, 2), (5, 9), (0, -7)]), experts, "silu", None)
+    there = chosen(x, is_real, routing_of([(-1, 2), (5, 9), (0, -7)]), experts, "silu", "whole")
     here = routing_of([(0, 2), (0, 0), (0, 0)])
     gates = here.gates.at[0, 0].set(0).at[1].set(0).at[2, 1].set(0)
     expected = every(x, is_real, Routing(here.experts, gates), experts, "silu")
     np.testing.assert_allclose(there, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tile_bytes", [None, SMALL_TILES])
-def test_a_token_does_not_depend_on_the_others(tile_bytes):
+@pytest.mark.parametrize("storage", ["whole", "tiles", "apart"])
+def test_a_token_does_not_depend_on_the_others(storage):
     """To the last bit, wherever it stands and however the other tokens are distributed."""
     rng = np.random.default_rng(3)
     experts, token, results = make_experts(), make_tokens(1, seed=5), []
@@ -126,7 +128,7 @@ def test_a_token_does_not_depend_on_the_others(tile_bytes):
         choice[place] = (4, 1)
         routing = routing_of(choice, seed=place)
         routing = routing._replace(gates=routing.gates.at[place].set(jnp.asarray([0.7, 0.2])))
-        results.append(chosen(x, jnp.ones(13, bool), routing, experts, "silu", tile_bytes)[:, place])
+        results.append(chosen(x, jnp.ones(13, bool), routing, experts, "silu", storage)[:, place])
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
@@ -211,7 +213,7 @@ def oracle(config, wide, x, is_real):
     return out
 
 
-def run_on_mesh(config, shape, expert_sharding, weight_dtype, x, is_real):
+def run_on_mesh(config, shape, expert_sharding, weight_dtype, x, is_real, apart=False):
     mesh = make_mesh(*shape)
     host, _ = module_params(config, weight_dtype)
     params = {
@@ -221,20 +223,43 @@ def run_on_mesh(config, shape, expert_sharding, weight_dtype, x, is_real):
         }
         for path, arrays in host.items()
     }
+    if apart:
+        params = experts_apart(params, mesh)
+        assert len(params["layer_0/moe/down"]) == (8 // shape[1] if expert_sharding == "expert" else 8)
     put = partial(jax.device_put, device=NamedSharding(mesh, P()))
     return jax.jit(module(config, mesh, expert_sharding, weight_dtype).apply)(params, put(x), put(is_real))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (1, 8), (2, 4), (8, 1)])
 @pytest.mark.parametrize("expert_sharding", ["width", "expert"])
-@pytest.mark.parametrize("weight_dtype", ["float32", "int8"])
-def test_every_mesh_and_sharding_equals_a_token_by_token_sum(mesh, expert_sharding, weight_dtype):
+@pytest.mark.parametrize(("weight_dtype", "apart"), [("float32", False), ("float32", True), ("int8", False)])
+def test_every_mesh_and_sharding_equals_a_token_by_token_sum(mesh, expert_sharding, weight_dtype, apart):
     x = np.random.default_rng(2).normal(size=(24, 40)).astype(np.float32)
     is_real = np.arange(40) % 5 != 1
-    got = run_on_mesh(MODEL, mesh, expert_sharding, weight_dtype, x, is_real)
+    got = run_on_mesh(MODEL, mesh, expert_sharding, weight_dtype, x, is_real, apart)
     expected = oracle(MODEL, module_params(MODEL, weight_dtype)[1], x, is_real)
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_experts_apart_share_the_memory_of_the_loaded_ones():
+    mesh = make_mesh(1, 2)
+    w = jax.device_put(np.ones((4, 32, 16), np.float32), param_sharding("layer_0/moe/up/w", (4, 32, 16), mesh))
+    params = {"layer_0/moe/up": {"w": w}, "layer_0/ffn/up": {"w": w[0]}}
+    apart = experts_apart(params, mesh)
+    assert apart["layer_0/ffn/up"] is params["layer_0/ffn/up"]
+    assert list(apart["layer_0/moe/up"]) == ["w_0", "w_1", "w_2", "w_3"]
+    for shard, part in zip(w.addressable_shards, apart["layer_0/moe/up"]["w_3"].addressable_shards, strict=True):
+        expected = shard.data.unsafe_buffer_pointer() + 3 * 16 * 16 * 4
+        assert part.data.unsafe_buffer_pointer() == expected
+    assert experts_apart(apart, mesh) == apart
+
+
+def test_many_experts_and_int8_ones_stay_together():
+    many = jnp.zeros((17, 4, 4))
+    few = {"w": jnp.zeros((2, 4, 4), jnp.int8), "scale": jnp.ones((2, 4, 1))}
+    params = {"layer_0/moe/up": {"w": many}, "layer_0/moe/down": few}
+    assert experts_apart(params, make_mesh(1, 1)) == params
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 16])
