@@ -24,6 +24,9 @@ from engine.plan import PlanRow
 from engine.sampling import Sampled, SamplingRows, sample
 from engine.sharding import DATA
 
+AbstractParams = dict[str, dict[str, jax.ShapeDtypeStruct]]
+"""Shape, dtype and sharding of every parameter, to compile without any."""
+
 
 class DeviceState(NamedTuple):
     """What lives on the device from step to step."""
@@ -155,7 +158,7 @@ def forward_step(
 
 def compile_step(
     decoder: Decoder,
-    params: Params,
+    params: Params | AbstractParams,
     state: DeviceState,
     shape: BatchShape,
     max_blocks: int | None,

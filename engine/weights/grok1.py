@@ -105,6 +105,11 @@ def read_grok1_config(directory: Path) -> ModelConfig:
     return _model_config(HFConfig(file, values, {}))
 
 
+def release_config() -> ModelConfig:
+    """The full model as it was released, without any file of it."""
+    return _model_config(HFConfig(Path("Grok-1 release"), dict(RELEASE), {}))
+
+
 def _model_config(config: HFConfig) -> ModelConfig:
     width = _feed_forward_width(config.integer("emb"), config.number("widen"))
     return ModelConfig(

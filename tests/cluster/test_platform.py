@@ -49,7 +49,7 @@ def test_an_accelerator_that_is_asked_for_is_required(settings, monkeypatch, tmp
 
 def test_a_process_that_runs_on_something_else_already_is_refused(settings, monkeypatch):
     find(monkeypatch, "cpu")
-    with pytest.raises(ConfigError, match="mesh.platform is 'gpu', and jax already runs on 'cpu' in this process"):
+    with pytest.raises(ConfigError, match=r"mesh\.platform is 'gpu', and jax already runs on 'cpu' in this process"):
         prepare_platform("gpu", 1, 0.9)
 
 
