@@ -131,6 +131,8 @@ class ModelConfig:
             )
         if self.head_size % 2:
             raise ConfigError(f"head_size is {self.head_size}; RoPE rotates pairs, so it must be even")
+        if self.moe is not None and (self.ffn_bias or not self.gated):
+            raise ConfigError("experts have a gate and no biases; ffn_bias must be false and gated true beside moe")
         if self.layer_windows is not None and len(self.layer_windows) != self.num_layers:
             raise ConfigError(f"layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
 

@@ -10,8 +10,8 @@ from engine.scheduler import Scheduler, SchedulerLimits
 class Engine:
     """Continuous batching of requests over one runner; see `engine.request.EngineProtocol`.
 
-    The host works one step ahead: it schedules and dispatches step n + 1 while the device runs step n, then takes in the
-    result of step n. All calls come from one thread.
+    The host works one step ahead: it schedules and dispatches step n + 1 while the device runs step n, then takes in
+    the result of step n. All calls come from one thread.
     """
 
     def __init__(self, runner: StepRunner, config: EngineConfig) -> None:

@@ -6,8 +6,8 @@
     print(sample_from_model(server, "The answer to life", max_len=100, temperature=0.01))
 
 As in the release, `max_len` counts new tokens, generation goes on past an end-of-sequence token, and the text comes
-when the last token does. Unlike there, several requests may be under way: every `run()` is a caller of its own, from any
-thread, and they share the slots of one engine. A prompt that does not fit the context is an error, not cut.
+when the last token does. Unlike there, several requests may be under way: every `run()` is a caller of its own, from
+any thread, and they share the slots of one engine. A prompt that does not fit the context is an error, not cut.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The paged KV cache and attention over it. Nothing else knows how the cache is laid out.
 
-Keys are stored `[L, P, K, N, S]` and values `[L, P, K, S, N]`: with the positions of a page minor for keys and major for
-values, both products of attention read them in the order the CPU's and GPU's matrix units want.
+Keys are stored `[L, P, K, N, S]` and values `[L, P, K, S, N]`: with the positions of a page minor for keys and major
+for values, both products of attention read them in the order that matrix units want.
 
 Letters: L layers, P pages of one data shard, S positions of a page, K stored KV heads, G query heads of a KV head,
 N head size, B sequences, T tokens of each, C pages of a page table row.
@@ -94,8 +94,8 @@ def write_and_attend(
     k: Float[Array, "K N BT"],
     v: Float[Array, "K N BT"],
     cache: KVCache,
-    layer: int,
-    window: int | None,
+    layer: int | Int[Array, ""],
+    window: int | Int[Array, ""] | None,
     layout: BatchLayout,
     num_blocks: Int[Array, ""] | int,
     *,
@@ -105,9 +105,10 @@ def write_and_attend(
 ) -> tuple[Float[Array, "H N BT"], KVCache]:
     """Stores keys and values of the batch's tokens, then lets each token attend to all it may see.
 
-    A token at position i sees positions j <= i, and with a window those with i - window < j. `num_blocks` blocks of `BLOCK_LEN` positions are
-    read: enough for the longest sequence of the batch. `scale` multiplies q·k, `softcap` c turns x into c·tanh(x / c).
-    Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a page's first position.
+    A token at position i sees positions j <= i, and with a window only those with i - window < j. `num_blocks` blocks
+    of `BLOCK_LEN` positions are read: enough for the longest sequence of the batch. `scale` multiplies q·k, `softcap` c
+    turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a page's first
+    position.
     """
     heads = Spec(MODEL, None, DATA)
     rows = BatchLayout(Spec(DATA, None), Spec(DATA, None), Spec(DATA))
@@ -116,11 +117,11 @@ def write_and_attend(
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(heads, heads, heads, caches, rows, Spec()),
+        in_specs=(heads, heads, heads, caches, Spec(), Spec(), rows, Spec()),
         out_specs=(heads, caches),
         check_vma=False,
     )
-    def local(q, k, v, cache, layout, num_blocks):  # type: ignore[no-untyped-def]
+    def local(q, k, v, cache, layer, window, layout, num_blocks):  # type: ignore[no-untyped-def]
         batch, num_tokens = layout.positions.shape
         if num_tokens == 1:
             cache = _write_tokens(k, v, cache, layer, layout)
@@ -133,10 +134,11 @@ def write_and_attend(
         out = _attend(q, cache, layer, window, layout, num_blocks, softcap)
         return out.transpose(1, 2, 4, 0, 3).reshape(num_q_heads, size, batch * num_tokens), cache
 
-    return local(q, k, v, cache, layout, jnp.asarray(num_blocks, jnp.int32))
+    window = None if window is None else jnp.asarray(window, jnp.int32)
+    return local(q, k, v, cache, jnp.asarray(layer, jnp.int32), window, layout, jnp.asarray(num_blocks, jnp.int32))
 
 
-def _write_tokens(k: Array, v: Array, cache: KVCache, layer: int, layout: BatchLayout) -> KVCache:
+def _write_tokens(k: Array, v: Array, cache: KVCache, layer: Int[Array, ""], layout: BatchLayout) -> KVCache:
     """Stores one token of each sequence."""
     page_size = cache.keys.shape[-1]
     position = layout.positions[:, 0]
@@ -149,7 +151,7 @@ def _write_tokens(k: Array, v: Array, cache: KVCache, layer: int, layout: BatchL
     )
 
 
-def _write_chunks(k: Array, v: Array, cache: KVCache, layer: int, layout: BatchLayout) -> KVCache:
+def _write_chunks(k: Array, v: Array, cache: KVCache, layer: Int[Array, ""], layout: BatchLayout) -> KVCache:
     """Stores chunks page by page. What lies behind a chunk's last token in its last page is written over before it is
     seen."""
     batch, num_tokens = layout.positions.shape
@@ -189,8 +191,8 @@ def _not_alone(cache: KVCache, pages: Array, *others: Array) -> tuple[Array, ...
 def _attend(
     q: Float[Array, "B K G T N"],
     cache: KVCache,
-    layer: int,
-    window: int | None,
+    layer: Int[Array, ""],
+    window: Int[Array, ""] | None,
     layout: BatchLayout,
     num_blocks: Array,
     softcap: float | None,

@@ -1,8 +1,8 @@
 """Choosing tokens on the device. Everything works on feature-major logits `[V, R]`.
 
-Filters are thresholds on the probability, found by bisection over the bit patterns of float32, instead of a sort: exact,
-the same work for any distribution, and with no gather across a sharded vocabulary. Tokens that tie with the last one kept
-are kept.
+Filters are thresholds on the probability, found by bisection over the bit patterns of float32, instead of a sort:
+exact, the same work for any distribution, and with no gather across a sharded vocabulary. Tokens that tie with the last
+one kept are kept.
 
 Randomness is Gumbel noise that depends on the request's seed, the token's position and nothing else, so that a request
 draws the same tokens in any batch.
@@ -75,8 +75,8 @@ def _draw(logits: Float[Array, "V R"], rows: SamplingRows) -> Int[Array, " R"]:
 def filter_logits(scaled: Float[Array, "V R"], rows: SamplingRows) -> Float[Array, "V R"]:
     """Logits after temperature with every token that top-k, top-p or min-p drops at minus infinity.
 
-    Each filter works on the renormalised rest of the one before. Top-p keeps the smallest set of most likely tokens that
-    reaches it (Holtzman et al., 2020), top-k and min-p never drop the most likely token.
+    Each filter works on the renormalised rest of the one before. Top-p keeps the smallest set of most likely tokens
+    that reaches it (Holtzman et al., 2020), top-k and min-p never drop the most likely token.
     """
     vocab_size = scaled.shape[0]
     odds = jnp.exp(scaled - scaled.max(axis=0))  # of each token against the most likely one, in [0, 1]

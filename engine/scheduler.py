@@ -1,7 +1,7 @@
 """Which requests run in the next step. Host only: no JAX, no arrays.
 
-One rule covers prefill, chunked prefill and decode: a request has computed some of its tokens, and a step catches it up.
-Scheduling runs one step ahead of the device, so a request may have a token that is sampled but not seen yet (`pending`).
+One rule covers prefill, chunked prefill and decode: a request has computed some of its tokens, and a step catches it
+up. Scheduling runs one step ahead of the device, so a request may have a token that is sampled but not seen yet.
 """
 
 import itertools

@@ -14,11 +14,14 @@ from jaxtyping import Array, Float, Int
 
 from engine.config import ExpertSharding, ModelConfig
 from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, write_and_attend
-from engine.models.layers import FeedForward, Linear, Norm, ParamDTypes, Rotation, rotate, rotation
+from engine.models.layers import FeedForward, Linear, Norm, OfLayer, ParamDTypes, Rotation, rotate, rotation
 from engine.models.moe import MixtureOfExperts
 from engine.sharding import check_model_fits_mesh, num_cache_heads
 
 Params = dict[str, dict[str, jax.Array]]
+
+
+_NO_WINDOW = 2**30
 
 
 class _Batch(NamedTuple):
@@ -37,7 +40,12 @@ class Attention(hk.Module):
         self._config, self._dtypes, self._mesh = config, dtypes, mesh
 
     def __call__(
-        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: int, window: int | None
+        self,
+        x: Float[Array, "D BT"],
+        cache: KVCache,
+        batch: _Batch,
+        layer: int | Int[Array, ""],
+        window: int | Int[Array, ""] | None,
     ) -> tuple[Float[Array, "D BT"], KVCache]:
         c, groups = self._config, self._config.quantization
 
@@ -81,7 +89,12 @@ class Block(hk.Module):
         self._config, self._dtypes, self._mesh, self._expert_sharding = config, dtypes, mesh, expert_sharding
 
     def __call__(
-        self, x: Float[Array, "D BT"], cache: KVCache, batch: _Batch, layer: int, window: int | None
+        self,
+        x: Float[Array, "D BT"],
+        cache: KVCache,
+        batch: _Batch,
+        layer: int | Int[Array, ""],
+        window: int | Int[Array, ""] | None,
     ) -> tuple[Float[Array, "D BT"], KVCache]:
         c = self._config
 
@@ -135,7 +148,7 @@ class Decoder:
         num_blocks: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "D BT"], KVCache]:
         """Runs all layers: the normed hidden state of every token, and the cache with their keys and values."""
-        return hk.transform(self._hidden).apply(params, None, cache, tokens, layout, num_blocks)
+        return hk.transform(self._hidden).apply(params, None, params, cache, tokens, layout, num_blocks)
 
     def logits(self, params: Params, hidden: Float[Array, "D M"]) -> Float[Array, "V M"]:
         """Float32 logits of hidden states."""
@@ -160,7 +173,7 @@ class Decoder:
         layout = BatchLayout(jnp.zeros((data, pages), jnp.int32), ints, ints[:, 0])
 
         def run() -> None:
-            self._hidden(cache, ints, layout, 1)
+            self._hidden(None, cache, ints, layout, 1)
             if not self.config.tie_embeddings:
                 head_dtypes = ParamDTypes(self._dtypes.others, self._dtypes.others)
                 with_head = Linear(self.config.vocab_size, False, head_dtypes, "lm_head")
@@ -168,8 +181,41 @@ class Decoder:
 
         return hk.transform(run).init(key)
 
+    @property
+    def _scans_layers(self) -> bool:
+        """Whether one body serves all layers, which compiles several times faster than a copy for each.
+
+        The body chooses its layer's matrices by `OfLayer`; a scan over stacked ones would copy them on the CPU, which
+        doubles a decode step. On an accelerator the choice costs a round trip to the host.
+        """
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return on_cpu and self.config.moe is None and self._dtypes.matrices != jnp.int8
+
+    def _block(self, name: str) -> Block:
+        return Block(self.config, self._dtypes, self.mesh, self.expert_sharding, name)
+
+    def _scan_layers(self, params: Params, x: Array, cache: KVCache, batch: _Batch) -> tuple[Array, KVCache]:
+        c = self.config
+        windows = c.layer_windows or (None,) * c.num_layers
+        limits = jnp.array([_NO_WINDOW if w is None else w for w in windows], jnp.int32)
+        block = hk.transform(lambda *args: self._block("layer")(*args))
+        paths = [path.removeprefix("layer_0/") for path in params if path.startswith("layer_0/")]
+
+        def layer(carry: tuple[Array, KVCache], index: Array) -> tuple[tuple[Array, KVCache], None]:
+            of_layer = {
+                f"layer/{path}": {
+                    name: OfLayer(tuple(params[f"layer_{i}/{path}"][name] for i in range(c.num_layers)), index)
+                    for name in params[f"layer_0/{path}"]
+                }
+                for path in paths
+            }
+            window = windows[0] if len(set(windows)) == 1 else limits[index]
+            return block.apply(of_layer, None, *carry, batch, index, window), None
+
+        return jax.lax.scan(layer, (x, cache), jnp.arange(c.num_layers))[0]
+
     def _hidden(
-        self, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
+        self, params: Params | None, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
     ) -> tuple[Array, KVCache]:
         c, dtype = self.config, self._dtypes.others
         x = _Embedding(c, dtype, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
@@ -177,11 +223,11 @@ class Decoder:
             x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
         batch = _Batch(layout, num_blocks, rotation(c, layout.positions.reshape(-1)))
 
-        # Unrolled over separate arrays: in a scan over stacked weights the CPU backend copies each layer's weights
-        # out of the stack before it multiplies, which doubles a decode step.
-        for layer, window in enumerate(c.layer_windows or (None,) * c.num_layers):
-            block = Block(c, self._dtypes, self.mesh, self.expert_sharding, f"layer_{layer}")
-            x, cache = block(x, cache, batch, layer, window)
+        if params is None or not self._scans_layers:
+            for layer, window in enumerate(c.layer_windows or (None,) * c.num_layers):
+                x, cache = self._block(f"layer_{layer}")(x, cache, batch, layer, window)
+        else:
+            x, cache = self._scan_layers(params, x, cache, batch)
         return Norm(c.norm, c.norm_eps, dtype, "final_norm")(x), cache
 
 

@@ -7,6 +7,7 @@ Letters: T tokens, D model, I in, O out, F feed-forward width, H query heads, N 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import haiku as hk
@@ -42,9 +43,34 @@ class ParamDTypes:
         return jnp.dtype(jnp.bfloat16 if self.others == jnp.bfloat16 else jnp.float32)
 
 
+class OfLayer:
+    """One parameter of a layer whose number is known only at run time; it stands in for the array in Haiku's tree.
+
+    The arrays of all layers stay where they are: a product chooses among products, so that nothing is copied.
+    """
+
+    def __init__(self, arrays: tuple[Array, ...], layer: Int[Array, ""]) -> None:
+        self._arrays, self._layer = arrays, layer
+        self.shape, self.dtype = arrays[0].shape, arrays[0].dtype
+
+    def dot(self, x: Float[Array, "I T"]) -> Float[Array, "O T"]:
+        """w·x in float32, `w` being the parameter."""
+        return jax.lax.switch(self._layer, [partial(dot, w) for w in self._arrays], x)
+
+    def value(self) -> Array:
+        """The parameter itself: for small ones, since all layers' are put into one array first."""
+        return jnp.stack(self._arrays)[self._layer]
+
+
+def vector_param(name: str, size: int, dtype: jnp.dtype, init: hk.initializers.Initializer) -> Float[Array, " O"]:
+    """A small parameter of the current module."""
+    param = hk.get_parameter(name, (size,), dtype, init)
+    return param.value() if isinstance(param, OfLayer) else param
+
+
 def matrix_params(
     shape: tuple[int, ...], dtypes: ParamDTypes, num_groups: int
-) -> tuple[Num[Array, "*E O I"], Float[Array, "*E O G"] | None]:
+) -> tuple[Num[Array, "*E O I"] | OfLayer, Float[Array, "*E O G"] | None]:
     """The current module's `w` of this shape and, where it is int8, its `scale`. Raises `ConfigError` where G does not
     divide I."""
     if dtypes.matrices != jnp.int8:
@@ -92,9 +118,9 @@ class Linear(hk.Module):
 
     def __call__(self, x: Float[Array, "I T"]) -> Float[Array, "O T"]:
         w, scale = matrix_params((self._out_size, x.shape[0]), self._dtypes, self._num_groups)
-        y = matmul(widen(w, scale, x.dtype), x)
+        y = w.dot(x).astype(x.dtype) if isinstance(w, OfLayer) else matmul(widen(w, scale, x.dtype), x)
         if self._bias:
-            b = hk.get_parameter("b", (self._out_size,), self._dtypes.others, jnp.zeros)
+            b = vector_param("b", self._out_size, self._dtypes.others, jnp.zeros)
             y = y + b.astype(x.dtype)[:, None]
         return y
 
@@ -112,14 +138,14 @@ class Norm(hk.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         shape = [1] * x.ndim
         shape[self._axis] = x.shape[self._axis]
-        scale = hk.get_parameter("scale", (x.shape[self._axis],), self._dtype, jnp.ones)
+        scale = vector_param("scale", x.shape[self._axis], self._dtype, jnp.ones)
         y = x.astype(jnp.float32)
         if self._kind == "layer":
             y = y - jnp.mean(y, axis=self._axis, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=self._axis, keepdims=True) + self._eps)
         y = y * scale.astype(jnp.float32).reshape(shape)
         if self._kind == "layer":
-            bias = hk.get_parameter("bias", (x.shape[self._axis],), self._dtype, jnp.zeros)
+            bias = vector_param("bias", x.shape[self._axis], self._dtype, jnp.zeros)
             y = y + bias.astype(jnp.float32).reshape(shape)
         return y.astype(x.dtype)
 
