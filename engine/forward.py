@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, cache_sharding
+from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache
 from engine.models.decoder import Decoder, Params
 from engine.plan import PlanRow
 from engine.sampling import Sampled, SamplingRows, sample
@@ -127,15 +127,15 @@ def forward_step(
     `max_blocks` bounds the context to that many blocks of `BLOCK_LEN` positions at compile time; None: as many as the
     longest row needs, decided at run time. `all_logits` returns the logits of every token, too.
     """
-    batch, num_tokens = packed.tokens.shape
-    column = dict(zip(INT_COLUMNS, packed.ints[:, : len(INT_COLUMNS)].T, strict=True))
-    temperature, top_p, min_p = packed.floats.T
-    tokens = packed.tokens
+    ints, tokens = jnp.asarray(packed.ints), jnp.asarray(packed.tokens)
+    batch, num_tokens = tokens.shape
+    column = dict(zip(INT_COLUMNS, ints[:, : len(INT_COLUMNS)].T, strict=True))
+    temperature, top_p, min_p = jnp.asarray(packed.floats).T
     if num_tokens == 1:
         on_device = state.last_tokens.at[column["slot"]].get(mode="clip")
         tokens = jnp.where(column["token_on_device"] > 0, on_device, tokens[:, 0])[:, None]
     layout = BatchLayout(
-        packed.ints[:, len(INT_COLUMNS) :],
+        ints[:, len(INT_COLUMNS) :],
         column["position"][:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None],
         column["num_tokens"],
     )
@@ -172,9 +172,9 @@ def compile_step(
     mesh = decoder.mesh
     by_row = NamedSharding(mesh, P(DATA, None))
     everywhere = NamedSharding(mesh, P())
-    state_sharding = DeviceState(KVCache(*[cache_sharding(mesh)] * 2), everywhere)
     empty = pack_rows((), shape)
-    packed = PackedRows(*(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_row) for a in empty))
+    packed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_row), empty)
+    state_sharding = jax.tree.map(lambda a: a.sharding, state)
 
     def step(params: Params, state: DeviceState, packed: PackedRows) -> tuple:
         with jax.default_matmul_precision("float32"):

@@ -24,7 +24,7 @@ from engine.sharding import DATA, MODEL, num_cache_heads
 BLOCK_LEN = 128
 """Positions that attention takes at a time: reductions run over blocks of this one size, whatever the context."""
 
-_KEY_SPEC = Spec(None, DATA, MODEL, None, None)
+_CACHE_SPEC = Spec(None, DATA, MODEL, None, None)
 _MASKED = -1e30
 
 
@@ -72,19 +72,16 @@ class CacheShape:
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of both arrays of the cache."""
-    return NamedSharding(mesh, _KEY_SPEC)
+    return NamedSharding(mesh, _CACHE_SPEC)
 
 
 def allocate(shape: CacheShape, mesh: Mesh) -> KVCache:
     """A cache of zeros, made on its devices."""
     s = shape
-    sizes = KVCache(
-        (s.num_layers, s.num_pages, s.num_heads, s.head_size, s.page_size),
-        (s.num_layers, s.num_pages, s.num_heads, s.page_size, s.head_size),
-    )
+    lead = (s.num_layers, s.num_pages, s.num_heads)
+    keys, values = (*lead, s.head_size, s.page_size), (*lead, s.page_size, s.head_size)
     make = jax.jit(
-        lambda: KVCache(*(jnp.zeros(size, s.dtype) for size in sizes)),
-        out_shardings=KVCache(*[cache_sharding(mesh)] * 2),
+        lambda: KVCache(jnp.zeros(keys, s.dtype), jnp.zeros(values, s.dtype)), out_shardings=cache_sharding(mesh)
     )
     return make()
 
@@ -110,15 +107,13 @@ def write_and_attend(
     turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a page's first
     position.
     """
-    heads = Spec(MODEL, None, DATA)
-    rows = BatchLayout(Spec(DATA, None), Spec(DATA, None), Spec(DATA))
-    caches = KVCache(_KEY_SPEC, _KEY_SPEC)
+    heads, rows = Spec(MODEL, None, DATA), Spec(DATA)
 
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(heads, heads, heads, caches, Spec(), Spec(), rows, Spec()),
-        out_specs=(heads, caches),
+        in_specs=(heads, heads, heads, _CACHE_SPEC, Spec(), Spec(), rows, Spec()),
+        out_specs=(heads, _CACHE_SPEC),
         check_vma=False,
     )
     def local(q, k, v, cache, layer, window, layout, num_blocks):  # type: ignore[no-untyped-def]

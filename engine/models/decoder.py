@@ -55,8 +55,8 @@ class Attention(hk.Module):
 
         q, k, v = heads("q", c.num_heads), heads("k", c.num_kv_heads), heads("v", c.num_kv_heads)
         if c.qk_norm:
-            q = Norm("rms", c.norm_eps, self._dtypes.others, "q_norm", axis=1)(q)
-            k = Norm("rms", c.norm_eps, self._dtypes.others, "k_norm", axis=1)(k)
+            q = Norm("rms", c.norm_eps, self._dtypes.exact, "q_norm", axis=1)(q)
+            k = Norm("rms", c.norm_eps, self._dtypes.exact, "k_norm", axis=1)(k)
         q, k = rotate(q, batch.rotation), rotate(k, batch.rotation)
         repeat = num_cache_heads(c, self._mesh) // c.num_kv_heads
         if repeat > 1:
@@ -99,7 +99,7 @@ class Block(hk.Module):
         c = self._config
 
         def norm(name: str) -> Norm:
-            return Norm(c.norm, c.norm_eps, self._dtypes.others, name)
+            return Norm(c.norm, c.norm_eps, self._dtypes.exact, name)
 
         attention = Attention(c, self._dtypes, self._mesh, "attention")
         h, cache = attention(norm("attention_norm")(x), cache, batch, layer, window)

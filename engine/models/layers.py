@@ -29,13 +29,18 @@ class ParamDTypes:
     matrices: jnp.dtype
     """Weights of the layers' linear maps; where int8, each has scales beside it."""
     others: jnp.dtype
-    """Embedding, output layer, router, norms and biases."""
+    """Embedding, output layer and biases."""
 
     @classmethod
     def of(cls, weight_dtype: str, activation_dtype: str) -> "ParamDTypes":
         """Everything in the weights' type, but beside int8 matrices in that of the activations."""
         matrices = jnp.dtype(weight_dtype)
         return cls(matrices, jnp.dtype(activation_dtype) if matrices == jnp.int8 else matrices)
+
+    @property
+    def exact(self) -> jnp.dtype:
+        """Of norms and routers: few values, whose rounding would shift every token alike."""
+        return jnp.dtype(jnp.float32)
 
     @property
     def scales(self) -> jnp.dtype:
@@ -81,6 +86,15 @@ def matrix_params(
     scale = hk.get_parameter(
         "scale", (*shape[:-1], num_groups), dtypes.scales, hk.initializers.Constant(0.02 / _INT8_STD)
     )
+    return w, scale
+
+
+def stacked_params(
+    shape: tuple[int, ...], dtypes: ParamDTypes, num_groups: int
+) -> tuple[Num[Array, "*E O I"], Float[Array, "*E O G"] | None]:
+    """`matrix_params` of a module that only ever runs with its own layer's arrays."""
+    w, scale = matrix_params(shape, dtypes, num_groups)
+    assert not isinstance(w, OfLayer)
     return w, scale
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from engine.config import ExpertSharding, ModelConfig, MoEConfig
 from engine.errors import ConfigError
 from engine.models.experts import Experts, Matrices, Routing, chosen_experts, num_experts_of
-from engine.models.layers import ParamDTypes, dot, matrix_params
+from engine.models.layers import ParamDTypes, dot, stacked_params
 from engine.sharding import DATA, MODEL, param_sharding
 
 _MAX_BLOCK_LEN = 128
@@ -89,10 +89,10 @@ class MixtureOfExperts(hk.Module):
 class _Router(hk.Module):
     def __init__(self, num_experts: int, dtypes: ParamDTypes, name: str) -> None:
         super().__init__(name)
-        self._num_experts, self._dtypes = num_experts, ParamDTypes(dtypes.others, dtypes.others)
+        self._num_experts, self._dtypes = num_experts, ParamDTypes(dtypes.exact, dtypes.exact)
 
     def __call__(self, size: int) -> Float[Array, "E D"]:
-        return matrix_params((self._num_experts, size), self._dtypes, 1)[0]
+        return stacked_params((self._num_experts, size), self._dtypes, 1)[0]
 
 
 class _Matrices(hk.Module):
@@ -103,7 +103,7 @@ class _Matrices(hk.Module):
     def __call__(self) -> Matrices:
         parts = [name for name in self.params_dict() if "/w_" in name]
         if not parts:
-            return Matrices(*matrix_params(self._shape, self._dtypes, self._num_groups))
+            return Matrices(*stacked_params(self._shape, self._dtypes, self._num_groups))
         shape = self._shape[0] // len(parts), *self._shape[1:]
         ws = (hk.get_parameter(f"w_{e}", shape, self._dtypes.matrices) for e in range(len(parts)))
         return Matrices(tuple(ws), None)
