@@ -1,5 +1,6 @@
 """Set before any test touches a device: eight virtual CPU devices, so that every mesh can be tested anywhere."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -10,7 +11,9 @@ CHECKED = ("engine.forward", "engine.kv_cache", "engine.models", "engine.samplin
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiling is most of what the tests do; what a program is decides whether a kept one is used.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
+# It lies outside the checkout, so that a fresh clone on the same machine has it, too.
+_CACHE_HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+jax.config.update("jax_compilation_cache_dir", str(_CACHE_HOME / "jax-serve" / "tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The shapes and dtypes in the signatures of the device side are checked on every call.
