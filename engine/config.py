@@ -159,7 +159,8 @@ class EngineConfig:
     activation_dtype: DType = "float32"
     weight_dtype: WeightDType = "float32"
     """int8: the layers' matrices stay int8 with scales, for memory-bound accelerators; everything else is kept in the
-    activations' type. On a CPU choose float32, which widens such a checkpoint once, at loading."""
+    activations' type. On a CPU choose float32, which widens such a checkpoint once, at loading. Norms and routers are
+    float32 in any case."""
     expert_sharding: ExpertSharding = "width"
     """How experts lie over the model axis: each divided by its width, or whole experts dealt out."""
     cache_dtype: DType | None = None

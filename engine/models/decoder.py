@@ -120,8 +120,10 @@ class Decoder:
     """The decoder on a mesh as pure functions of (params, inputs).
 
     `weight_dtype` is that of the parameters, `activation_dtype` that of the residual stream. int8 weights: the layers'
-    matrices, with scales; everything else is then in the activations' type. Norms, RoPE, softmax and logits are
-    computed in float32. Raises `ConfigError` where the mesh cannot split the model.
+    matrices, with scales; everything else is then in the activations' type. Parameters of norms and routers are always
+    float32, as in Grok-1's release. Norms, routing, RoPE, softmax and logits are computed in float32.
+
+    Raises `ConfigError` where the mesh cannot split the model.
     """
 
     def __init__(
@@ -217,8 +219,8 @@ class Decoder:
     def _hidden(
         self, params: Params | None, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
     ) -> tuple[Array, KVCache]:
-        c, dtype = self.config, self._dtypes.others
-        x = _Embedding(c, dtype, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
+        c = self.config
+        x = _Embedding(c, self._dtypes.others, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
         if c.embedding_multiplier != 1.0:
             x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
         batch = _Batch(layout, num_blocks, rotation(c, layout.positions.reshape(-1)))
@@ -228,7 +230,7 @@ class Decoder:
                 x, cache = self._block(f"layer_{layer}")(x, cache, batch, layer, window)
         else:
             x, cache = self._scan_layers(params, x, cache, batch)
-        return Norm(c.norm, c.norm_eps, dtype, "final_norm")(x), cache
+        return Norm(c.norm, c.norm_eps, self._dtypes.exact, "final_norm")(x), cache
 
 
 class _Embedding(hk.Module):

@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import pytest
 
 from benchmarks.costs import ModelCosts
@@ -44,7 +43,8 @@ def test_layers_and_head_are_counted_once_and_the_embedding_only_as_head(tied: b
 
 def test_bytes_follow_the_dtypes() -> None:
     costs = _costs(tied=True, weight_dtype="bfloat16")
-    assert costs.weight_bytes == jnp.dtype("bfloat16").itemsize * (_LAYERS + _V * _D)
+    norms = _D * (2 * _L + 1)  # in float32
+    assert costs.weight_bytes == 2 * (_LAYERS - norms + _V * _D) + 4 * norms
     assert costs.cache_bytes_per_token == 2 * _L * _K * _N * 2
 
 

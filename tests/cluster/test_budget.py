@@ -44,11 +44,12 @@ def params(**options):
 
 def test_weights_of_one_device_by_dtype():
     matrices = 3 * ((24 * 24 + 2 * 12 * 24 + 24 * 24) + 8 * 3 * 24 * 32) // 4
-    # Embedding, then in each layer the router, two norms, and a scale for each output (of o and down for each of 8
-    # groups of inputs, two of them on a device), then the last norm.
+    # A scale for each output; of o and down for each of 8 groups of inputs, two of them on a device.
     scales = (24 + 2 * 12) // 4 + 24 * 8 // 4 + 8 * (2 * 32 // 4 + 24 * 8 // 4)
-    others = 40 * 24 // 4 + 3 * (8 * 24 + 2 * 24 + scales) + 24
-    assert weight_bytes(params()) == {"int8": matrices, "bfloat16": 2 * others}
+    # Two norms and the router of each layer, and the last norm.
+    exact = 3 * (2 * 24 + 8 * 24) + 24
+    expected = {"int8": matrices, "bfloat16": 2 * (40 * 24 // 4 + 3 * scales), "float32": 4 * exact}
+    assert weight_bytes(params()) == expected
 
 
 def test_a_vocabulary_that_does_not_divide_is_whole_on_each_device():
