@@ -43,7 +43,7 @@ class RunnerSizes:
 def derive_sizes(config: EngineConfig, decoder: Decoder) -> RunnerSizes:
     """The sizes of a runner. Raises `ConfigError` where the config does not fit the model or the mesh."""
     model, mesh = decoder.config, decoder.mesh
-    check_model_fits_mesh(model, mesh)
+    check_model_fits_mesh(model, mesh, decoder.expert_sharding)
     shards = mesh.shape[DATA]
     if config.num_slots % shards:
         raise ConfigError(f"{config.num_slots} slots cannot be divided over a data axis of {shards}")

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, MoEConfig
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.runner import derive_sizes
@@ -76,3 +76,11 @@ def test_an_engine_config_that_does_not_fit_is_refused(changes, message):
     decoder = Decoder(WIDE, make_mesh(2, 4), "float32", "float32")
     with pytest.raises(ConfigError, match=message):
         derive_sizes(EngineConfig(**changes), decoder)
+
+
+def test_a_width_that_does_not_divide_is_no_obstacle_to_whole_experts():
+    moe = MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=9, renormalize=True)
+    decoder = Decoder(dataclasses.replace(WIDE, moe=moe), make_mesh(1, 4), "float32", "float32", "expert")
+    assert derive_sizes(EngineConfig(num_slots=1), decoder).num_slots == 1
+    with pytest.raises(ConfigError, match="does not divide 9 width of an expert"):
+        Decoder(dataclasses.replace(WIDE, moe=moe), make_mesh(1, 4), "float32", "float32", "width")
