@@ -21,9 +21,9 @@ import jax
 
 from cluster.plan_report import render
 from cluster.planner import PlanInput, make_plan
-from cluster.platform import provide_cpu_devices
 from cluster.roofline import Accelerator
 from engine.config import DType, EngineConfig, ExpertSharding, WeightDType
+from engine.devices import provide_cpu_devices
 from engine.errors import EngineError
 from engine.verify import parse_mesh
 from engine.weights.grok1 import release_config

@@ -10,6 +10,7 @@ from typing import Literal
 
 import jax
 
+from engine.devices import provide_cpu_devices
 from engine.errors import ConfigError
 
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
@@ -46,19 +47,6 @@ def prepare_platform(
             f"{_situation()} Install the cuda extra (make setup CUDA=1) and reserve GPUs (serving.replica_num_gpus), "
             "or set mesh.platform to cpu to run on the CPU"
         )
-
-
-def provide_cpu_devices(num_devices: int) -> None:
-    """Lets the CPU stand for at least `num_devices` devices; nothing where it does already.
-
-    Raises `ConfigError` where jax has been used with fewer before.
-    """
-    if max(1, jax.config.jax_num_cpu_devices) >= num_devices:  # type: ignore[attr-defined]
-        return
-    try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError as error:
-        raise ConfigError(f"the CPU cannot stand for {num_devices} devices any more: {error}") from None
 
 
 def _situation() -> str:

@@ -64,17 +64,26 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     return Mesh(np.array(available[:needed]).reshape(data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
 
 
-def param_spec(path: str, expert_sharding: ExpertSharding = "width") -> P:
-    """The partition of the parameter at `path` ("layer_0/attention/q/w").
+def rules(expert_sharding: ExpertSharding = "width") -> tuple[tuple[str, P], ...]:
+    """All rules of one way to divide experts."""
+    return PARAM_RULES + EXPERT_RULES[expert_sharding]
+
+
+def param_rule(path: str, expert_sharding: ExpertSharding = "width") -> tuple[str, P]:
+    """The one rule, (regular expression, partition), of the parameter at `path` ("layer_0/attention/q/w").
 
     Raises `ConfigError` unless exactly one rule matches.
     """
-    rules = PARAM_RULES + EXPERT_RULES[expert_sharding]
-    matches = [(pattern, spec) for pattern, spec in rules if re.fullmatch(pattern, path)]
+    matches = [rule for rule in rules(expert_sharding) if re.fullmatch(rule[0], path)]
     if len(matches) != 1:
         found = ", ".join(pattern for pattern, _ in matches) or "none"
         raise ConfigError(f"parameter {path!r} must match exactly one sharding rule; it matches {found}")
-    return matches[0][1]
+    return matches[0]
+
+
+def param_spec(path: str, expert_sharding: ExpertSharding = "width") -> P:
+    """The partition of the parameter at `path`; see `param_rule`."""
+    return param_rule(path, expert_sharding)[1]
 
 
 def param_sharding(

@@ -13,7 +13,6 @@ unusable.
 
 import argparse
 import math
-import os
 import re
 import sys
 import zipfile
@@ -21,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 from jaxtyping import Float
 
 from engine.config import EngineConfig, ModelConfig
+from engine.devices import provide_cpu_devices
 from engine.engine import Engine, build_engine
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.models.decoder import Decoder
@@ -215,20 +214,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _provide_cpu_devices(count: int) -> None:
-    """Lets the CPU stand for `count` devices, before the first use of any; other platforms are not concerned."""
-    forced = "host_platform_device_count" in os.getenv("XLA_FLAGS", "")
-    if not forced and count > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
-        jax.config.update("jax_num_cpu_devices", count)
-
-
 def verify(args: argparse.Namespace) -> bool:
     """Loads, compares and reports on stdout. Raises `EngineError` where the input is unusable."""
     references = load_references(args.reference, args.prefix)
     path = resolve_source(args.model)
     model = load_config(path)
     check_references(references, model)
-    _provide_cpu_devices(args.mesh[0] * args.mesh[1])
+    provide_cpu_devices(args.mesh[0] * args.mesh[1])
     mesh = make_mesh(*args.mesh)
     decoder = Decoder(model, mesh, args.dtype, args.dtype)
     config = engine_config(references, mesh.shape[DATA], args.dtype)

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from cluster import platform
-from cluster.platform import prepare_platform, provide_cpu_devices
+from cluster.platform import prepare_platform
+from engine.devices import provide_cpu_devices
 from engine.errors import ConfigError
 
 
