@@ -1,11 +1,12 @@
 """Compiles a model's programs for a mesh of virtual devices without a weight, and reads off the memory they take.
 
 The compiler is that of the CPU. What programs take and give (weights, cache) is the same everywhere; temporaries are
-not: for want of products of such types the CPU's compiler holds bfloat16 and int8 matrices widened.
+not: for want of products of such types the CPU's compiler holds bfloat16 and int8 arrays widened.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,17 +56,21 @@ def compile_programs(
     config: EngineConfig,
     params: AbstractParams | None = None,
     progress: Progress = lambda name: None,
+    kinds: Sequence[Literal["decode", "prefill"]] = ("decode", "prefill"),
 ) -> dict[str, ProgramMemory]:
     """The decode program of all slots and the prefill program of the largest chunk, over the longest context.
 
-    `params`: those of `abstract_params`, where they are there already. Raises `ConfigError` where the config does not
-    fit the model or the mesh.
+    `params`: those of `abstract_params`, where they are there already. `kinds`: which of the two.
+
+    Raises `ConfigError` where the config does not fit the model or the mesh.
     """
     sizes = derive_sizes(config, decoder)
     params = abstract_params(decoder) if params is None else params
     state = abstract_state(decoder, sizes, config.cache_dtype or config.activation_dtype)
     memory = {}
     for name, shape in program_shapes(sizes).items():
+        if not name.startswith(tuple(kinds)):
+            continue
         progress(f"{name}, {decoder.config.num_layers} layers")
         compiled = compile_step(decoder, params, state, shape, sizes.context_blocks[-1])
         memory[name] = ProgramMemory.of(compiled)

@@ -77,7 +77,8 @@ def _compiled(compiled: dict[str, Any]) -> str:
     lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return (
         f"The CPU's compiler on virtual devices, {how}. Its arguments are those of every platform;\n"
-        f"its temporaries are not: it widens bfloat16 and int8 matrices before it multiplies.\n\n{lines}"
+        "its temporaries are not: it keeps bfloat16 and int8 arrays, the cache among them, widened beside the originals.\n\n"
+        f"{lines}"
     )
 
 

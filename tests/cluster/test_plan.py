@@ -4,13 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from cluster.abstract_programs import ProgramMemory, argument_bytes, compile_programs, cut, extrapolate
+from cluster.abstract_programs import (
+    ProgramMemory,
+    argument_bytes,
+    compile_programs,
+    cut,
+    extrapolate,
+    program_shapes,
+)
 from cluster.budget import abstract_params, cache_bytes_per_position, list_params, weight_bytes
 from cluster.mesh import MeshConfig, build_mesh
 from cluster.plan import main
 from engine.errors import ConfigError
 from engine.forward import BatchShape
 from engine.models.decoder import Decoder
+from engine.runner import derive_sizes
 from engine.weights.grok1 import release_config
 from serve_app.config import load_file
 from tests.engine.weights.grok1_checkpoints import CONFIG, write_grok1
@@ -134,23 +142,29 @@ def test_a_mesh_with_more_devices_than_there_are_is_refused():
 
 @pytest.mark.slow
 def test_the_programs_of_the_full_grok_1_compile():
-    """All 64 layers at full width, as configs/grok1.yaml has them: about two minutes of CPU time where no compiled
-    program is kept."""
+    """As configs/grok1.yaml has them, at full width: decode with all 64 layers, which takes more than a minute where no
+    compiled program is kept, and prefill, which would take as long again, with four of them."""
     config = load_file(CONFIGS / "grok1.yaml").application.args
     engine = config.engine.to_engine_config()
     mesh = build_mesh(MeshConfig((config.mesh.data, config.mesh.model)))
-    decoder = Decoder(release_config(), mesh, engine.weight_dtype, engine.activation_dtype, engine.expert_sharding)
-    tree = abstract_params(decoder)
-    params = list_params(tree)
+
+    def decoder(model):
+        return Decoder(model, mesh, engine.weight_dtype, engine.activation_dtype, engine.expert_sharding)
+
+    def check(model, kind):
+        tree = abstract_params(decoder(model))
+        params = list_params(tree)
+        ((name, program),) = compile_programs(decoder(model), engine, tree, kinds=[kind]).items()
+        position = cache_bytes_per_position(decoder(model), "bfloat16")
+        assert position == model.num_layers * 2 * 1 * 128 * 2
+        cache = engine.num_slots * 8192 * position
+        assert program.aliased == cache + 4 * engine.num_slots
+        shape = program_shapes(derive_sizes(engine, decoder(model)))[name]
+        assert program.arguments == argument_bytes(shape, sum(weight_bytes(params).values()), position, 16)
+        return params
+
+    params = check(release_config(), "decode")
     # 8 experts of 3 x 6144 x 32768, attention of 6144 x (2 x 6144 + 2 x 1024), a router of 8 x 6144, four norms.
     layer = 8 * 3 * 6144 * 32768 + 6144 * (2 * 6144 + 2 * 1024) + 8 * 6144 + 4 * 6144
     assert sum(p.size for p in params if not p.is_quantization_scale) == 64 * layer + 131072 * 6144 + 6144
-    memory = compile_programs(decoder, engine, tree)
-    weights = sum(weight_bytes(params).values())
-    position = cache_bytes_per_position(decoder, "bfloat16")
-    assert position == 64 * 2 * 1 * 128 * 2
-    cache = engine.num_slots * 8192 * position
-    assert len(memory) == 2
-    for program in memory.values():
-        assert program.aliased == cache + 4 * engine.num_slots
-        assert 0 < program.arguments - weights - cache < 1_000_000
+    check(cut(release_config(), 4), "prefill")
