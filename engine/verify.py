@@ -129,19 +129,20 @@ def check_references(references: Sequence[PromptReference], config: ModelConfig)
 
 
 def engine_config(references: Sequence[PromptReference], num_shards: int, dtype: str) -> EngineConfig:
-    """A slot for each prompt, and prefill buckets of which the largest is shorter than the longest prompt."""
+    """A slot for each prompt, and a prefill bucket shorter than the longest prompt. One program of each kind: compiling
+    takes longer than all that is computed."""
     longest = max(len(reference.prompt) for reference in references)
     # The largest power of two below the longest prompt, so that this prompt takes at least two chunks.
-    largest = min(_LARGEST_BUCKET, max(1 << (longest - 1).bit_length() - 1, 2) if longest > 1 else 2)
-    page_size = min(_PAGE_SIZE, largest)
+    bucket = min(_LARGEST_BUCKET, max(1 << (longest - 1).bit_length() - 1, 2) if longest > 1 else 2)
     return EngineConfig(
         num_slots=-(-len(references) // num_shards) * num_shards,
         max_model_len=max(len(reference.prompt) + len(reference.greedy) for reference in references),
-        prefill_buckets=(page_size, largest) if page_size < largest else (largest,),
-        page_size=page_size,
+        prefill_buckets=(bucket,),
+        page_size=min(_PAGE_SIZE, bucket),
         max_queue_len=len(references),
         activation_dtype=dtype,  # type: ignore[arg-type]
         weight_dtype=dtype,  # type: ignore[arg-type]
+        batch_invariant=True,
     )
 
 

@@ -28,7 +28,7 @@ def test_reference_models_agree_on_every_mesh(reference_data, capsys, family, me
     out = capsys.readouterr().out
     assert status == 0, out
     assert out.count("24 of 24 greedy tokens agree") == 3
-    assert "prefilled in chunks of 16, 32" in out
+    assert "prefilled in chunks of 32" in out
 
 
 def reference(length=21, num_greedy=5):
