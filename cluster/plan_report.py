@@ -77,7 +77,7 @@ def _compiled(compiled: dict[str, Any]) -> str:
     lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return (
         f"The CPU's compiler on virtual devices, {how}. Its arguments are those of every platform;\n"
-        "its temporaries are not: it keeps bfloat16 and int8 arrays, the cache among them, widened beside the originals.\n\n"
+        "its temporaries are not: it keeps bfloat16 and int8 arrays, the cache among them, widened beside them.\n\n"
         f"{lines}"
     )
 
