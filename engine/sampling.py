@@ -19,6 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from engine.request import MAX_LOGPROBS
 
+_SMALLEST_TEMPERATURE = 1e-30
+"""Below it the most likely token has been certain for long; a denormal divisor may count as 0."""
+
 
 class SamplingRows(NamedTuple):
     """Sampling parameters, one entry a row; see `engine.request.SamplingParams`."""
@@ -64,8 +67,9 @@ def gumbel_noise(seed: UInt[Array, " 2"], position: Int[Array, ""], vocab_size: 
 
 
 def _draw(logits: Float[Array, "V R"], rows: SamplingRows) -> Int[Array, " R"]:
-    temperature = jnp.where(rows.temperature <= 0.0, 1.0, rows.temperature)
-    scaled = logits / temperature
+    temperature = jnp.where(rows.temperature <= 0.0, 1.0, jnp.maximum(rows.temperature, _SMALLEST_TEMPERATURE))
+    # From the most likely token down, so that no quotient overflows.
+    scaled = (logits - logits.max(axis=0)) / temperature
     filtered = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
     kept = jax.lax.cond(jnp.any(filtered), lambda: filter_logits(scaled, rows), lambda: scaled)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None), out_axes=1)(rows.seed, rows.position, logits.shape[0])

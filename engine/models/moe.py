@@ -21,7 +21,7 @@ from engine.models.layers import ParamDTypes, dot, stacked_params
 from engine.sharding import DATA, MODEL, param_sharding
 
 _MAX_BLOCK_LEN = 128
-_MAX_EXPERTS_APART = 16
+_MAX_EXPERTS_APART = 8
 _TILE_BYTES = 2 << 20
 """The CPU backend copies a slice before it multiplies it: of this size the copy stays in the caches."""
 

@@ -110,7 +110,9 @@ def test_temperature_zero_takes_the_lowest_of_equal_tokens():
     assert jitted_sample(columns(PROBABILITIES), make_rows(temperature=0.0)).tokens.tolist() == [1]
 
 
-@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+@pytest.mark.parametrize(
+    "params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}, {"temperature": 1e-40}]
+)
 def test_only_the_most_likely_token_left_equals_greedy(params):
     logits = jnp.asarray(np.random.default_rng(5).normal(size=(V, 64)), jnp.float32)
     tokens = jitted_sample(logits, make_rows(64, **params)).tokens
