@@ -3,6 +3,8 @@
 PYTHON ?= python3
 CONFIG ?= configs/app.yaml
 PYTEST_ARGS ?=
+# Processes of the test suite. Files are dealt out whole, since the tests of one share what they compile.
+PYTEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +29,7 @@ serve: setup ## Serves CONFIG (configs/app.yaml: the default model on 127.0.0.1:
 	$(BIN)/python -m serve_app $(CONFIG)
 
 test: setup ## Runs the whole test suite (PYTEST_ARGS: for pytest)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: setup ## Checks style and types
 	$(BIN)/ruff check .

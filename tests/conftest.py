@@ -13,7 +13,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Compiling is most of what the tests do; what a program is decides whether a kept one is used.
 # It lies outside the checkout, so that a fresh clone on the same machine has it, too.
 _CACHE_HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-jax.config.update("jax_compilation_cache_dir", str(_CACHE_HOME / "jax-serve" / "tests"))
+jax.config.update("jax_compilation_cache_dir", str(_CACHE_HOME / "jax-serve" / "test-programs"))
+# A bounded cache is a locked one, which several test processes can share.
+jax.config.update("jax_compilation_cache_max_size", 4 << 30)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The shapes and dtypes in the signatures of the device side are checked on every call.
