@@ -67,8 +67,8 @@ class EngineSection(StrictModel):
     )
     weight_dtype: WeightDType = Field(
         default="float32",
-        description="Type of weights in memory. float32 on CPU, bfloat16 on GPU; int8 for accelerators short of memory: "
-        "kept where the checkpoint is int8, else made while loading.",
+        description="Type of weights in memory. float32 on CPU, bfloat16 on GPU; int8 for accelerators short of "
+        "memory: kept where the checkpoint is int8, else made while loading.",
     )
     expert_sharding: ExpertSharding = Field(
         default="width", description="Experts over the model axis: each divided by its width, or whole ones dealt out."
