@@ -29,6 +29,17 @@ class PlanRow:
     params: SamplingParams
     samples: bool
     """Whether the token after these is sampled (false for all but the last chunk of a prompt)."""
+    window: int | None = None
+    """The request's sliding window in positions; None: the layers' own."""
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """A page whose content is needed where it can be written to."""
+
+    shard: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,10 @@ class StepPlan:
     """Padded length of each chunk; 0 without prefill."""
     decode: tuple[PlanRow, ...]
     decode_rows: int
-    """Padded number of rows of each data shard; 0 without decode."""
+    """Padded number of rows of each data shard; 0 without decode. A request may have several rows, of consecutive
+    positions: each sees the keys and values of those before it."""
+    copies: tuple[PageCopy, ...] = ()
+    """Pages to copy before anything is computed."""
 
     @property
     def num_padding_tokens(self) -> int:

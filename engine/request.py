@@ -74,6 +74,19 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     """At least one token."""
     params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower runs earlier. Waiting lowers it (see `EngineConfig.priority_ageing_s`), so that nothing waits for ever."""
+    tenant: str | None = None
+    """Whom the request is counted to: waiting tenants get equal shares of the engine. None is a tenant, too."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with those of the same salt."""
+    window: int | None = None
+    """Sliding window in positions, at least 1: position i sees j with i - window < j <= i in every layer, or less where
+    the layer's own window is smaller. None: the model's own windows."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not 1 <= self.window < 2**30:
+            raise InvalidRequestError(f"window is {self.window}; expected a number of positions of at least 1", "window")
 
 
 class FinishReason(enum.StrEnum):
@@ -129,6 +142,16 @@ class EngineStats:
     num_padding_tokens: int = 0
     """Prefill positions computed for nothing (bucket minus tokens)."""
     num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache instead of being computed."""
+    num_preemptions: int = 0
+    """Times a running request gave up its pages, to be computed again later."""
+    num_draft_tokens: int = 0
+    """Tokens guessed ahead and verified (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """Of those, the ones that turned out right."""
+    page_utilization: float = 1.0
+    """Share of the positions of held pages that hold a token, 0 to 1; 1 where none is held."""
     num_compilations_since_warm_up: int = 0
 
 
