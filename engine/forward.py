@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache
+from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache
 from engine.models.decoder import Decoder, Params
 from engine.plan import PlanRow
 from engine.sampling import Sampled, SamplingRows, sample
@@ -56,6 +56,7 @@ INT_COLUMNS = [
     "seed_low",
     "wants_logprobs",
     "samples",
+    "window",
 ]
 FLOAT_COLUMNS = ["temperature", "top_p", "min_p"]
 
@@ -112,6 +113,7 @@ def pack_rows(rows: Sequence[PlanRow], shape: BatchShape) -> PackedRows:
             seed_low,
             p.logprobs is not None,
             row.samples,
+            NO_WINDOW if row.window is None else row.window,
         )
         ints[index, first_page : first_page + len(row.page_ids)] = row.page_ids
         floats[index] = (p.temperature, p.top_p, p.min_p)
@@ -138,6 +140,7 @@ def forward_step(
         ints[:, len(INT_COLUMNS) :],
         column["position"][:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None],
         column["num_tokens"],
+        column["window"],
     )
     end = column["position"] + column["num_tokens"]
     num_blocks = (jnp.max(end) + BLOCK_LEN - 1) // BLOCK_LEN if max_blocks is None else max_blocks

@@ -24,6 +24,9 @@ from engine.sharding import DATA, MODEL, num_cache_heads
 BLOCK_LEN = 128
 """Positions that attention takes at a time: reductions run over blocks of this one size, whatever the context."""
 
+NO_WINDOW = 2**30
+"""A window that nothing lies outside of."""
+
 _CACHE_SPEC = Spec(None, DATA, MODEL, None, None)
 _MASKED = -1e30
 
@@ -44,6 +47,9 @@ class BatchLayout(NamedTuple):
     """Position of each token in its sequence."""
     num_tokens: Int[Array, " B"]
     """How many of the T tokens are real. The others are computed and stored nowhere."""
+    windows: Int[Array, " B"]
+    """Sliding window of each sequence in positions, beside that of the layer; `NO_WINDOW` for none. Page table entries
+    of pages wholly before it may be any page of the data shard."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +108,15 @@ def write_and_attend(
 ) -> tuple[Float[Array, "H N BT"], KVCache]:
     """Stores keys and values of the batch's tokens, then lets each token attend to all it may see.
 
-    A token at position i sees positions j <= i, and with a window only those with i - window < j. `num_blocks` blocks
-    of `BLOCK_LEN` positions are read: enough for the longest sequence of the batch. `scale` multiplies q·k, `softcap` c
-    turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a page's first
-    position.
+    A token at position i sees positions j <= i, and with a window (the layer's or its sequence's, whichever is smaller)
+    only those with i - window < j. `num_blocks` blocks of `BLOCK_LEN` positions are enough for the longest sequence of
+    the batch; where they are counted at run time, those before every window are skipped, too. `scale` multiplies q·k,
+    `softcap` c turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a
+    page's first position.
     """
     heads, rows = Spec(MODEL, None, DATA), Spec(DATA)
+    # A loop whose bounds are known costs an accelerator no round trip to the host for each turn.
+    static_blocks = num_blocks if isinstance(num_blocks, int) else None
 
     @partial(
         jax.shard_map,
@@ -126,11 +135,19 @@ def write_and_attend(
         num_kv_heads = k.shape[0]
         q = q.reshape(num_kv_heads, num_q_heads // num_kv_heads, size, batch, num_tokens)
         q = q.transpose(3, 0, 1, 4, 2) * jnp.asarray(scale, q.dtype)
-        out = _attend(q, cache, layer, window, layout, num_blocks, softcap)
+        windows = jnp.minimum(layout.windows, window)
+        blocks = (0, static_blocks) if static_blocks is not None else (_first_block(layout, windows), num_blocks)
+        out = _attend(q, cache, layer, windows, layout, blocks, softcap)
         return out.transpose(1, 2, 4, 0, 3).reshape(num_q_heads, size, batch * num_tokens), cache
 
-    window = None if window is None else jnp.asarray(window, jnp.int32)
+    window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
     return local(q, k, v, cache, jnp.asarray(layer, jnp.int32), window, layout, jnp.asarray(num_blocks, jnp.int32))
+
+
+def _first_block(layout: BatchLayout, windows: Int[Array, " B"]) -> Int[Array, ""]:
+    """The first block that any real token sees."""
+    first = jnp.where(layout.num_tokens > 0, layout.positions[:, 0] - windows + 1, NO_WINDOW)
+    return jnp.maximum(first.min(), 0) // BLOCK_LEN
 
 
 def _write_tokens(k: Array, v: Array, cache: KVCache, layer: Int[Array, ""], layout: BatchLayout) -> KVCache:
@@ -187,14 +204,15 @@ def _attend(
     q: Float[Array, "B K G T N"],
     cache: KVCache,
     layer: Int[Array, ""],
-    window: Int[Array, ""] | None,
+    windows: Int[Array, " B"],
     layout: BatchLayout,
-    num_blocks: Array,
+    blocks: tuple[Array | int, Array | int],
     softcap: float | None,
 ) -> Float[Array, "B K G T N"]:
     """Softmax attention block by block with a running maximum (Milakov and Gimelshein, 2018), in float32.
 
-    A block that a token cannot see changes neither its maximum nor its sums: it adds exact zeros.
+    A block that a token cannot see changes neither its maximum nor its sums: it adds exact zeros. So it is nothing to
+    the result which `blocks` (the first, and the one after the last) are read, as long as all that are seen are.
     """
     page_size = cache.keys.shape[-1]
     pages_per_block = BLOCK_LEN // page_size
@@ -216,9 +234,8 @@ def _attend(
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         position = index * BLOCK_LEN + jnp.arange(BLOCK_LEN)
-        seen = position <= layout.positions[..., None]  # [B, T, BLOCK_LEN]
-        if window is not None:
-            seen &= position > layout.positions[..., None] - window
+        behind = layout.positions[..., None] - position  # [B, T, BLOCK_LEN]
+        seen = (behind >= 0) & (behind < windows[:, None, None])
         scores = scores.reshape(batch, heads, group, num_tokens, BLOCK_LEN)
         seen = seen[:, None, None]
         scores = jnp.where(seen, scores, _MASKED)
@@ -232,5 +249,5 @@ def _attend(
 
     shape = (batch, heads, group, num_tokens)
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, size)))
-    _, total, out = jax.lax.fori_loop(0, num_blocks, block, start)
+    _, total, out = jax.lax.fori_loop(*blocks, block, start)
     return (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)

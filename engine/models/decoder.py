@@ -13,15 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from engine.config import ExpertSharding, ModelConfig
-from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, write_and_attend
+from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache, write_and_attend
 from engine.models.layers import FeedForward, Linear, Norm, OfLayer, ParamDTypes, Rotation, rotate, rotation
 from engine.models.moe import MixtureOfExperts
 from engine.sharding import check_model_fits_mesh, num_cache_heads
 
 Params = dict[str, dict[str, jax.Array]]
-
-
-_NO_WINDOW = 2**30
 
 
 class _Batch(NamedTuple):
@@ -172,7 +169,7 @@ class Decoder:
         lead = (self.config.num_layers, pages * data, num_heads)
         cache = KVCache(jnp.zeros((*lead, size, 16)), jnp.zeros((*lead, 16, size)))
         ints = jnp.zeros((data, 1), jnp.int32)
-        layout = BatchLayout(jnp.zeros((data, pages), jnp.int32), ints, ints[:, 0])
+        layout = BatchLayout(jnp.zeros((data, pages), jnp.int32), ints, ints[:, 0], ints[:, 0])
 
         def run() -> None:
             self._hidden(None, cache, ints, layout, 1)
@@ -199,7 +196,7 @@ class Decoder:
     def _scan_layers(self, params: Params, x: Array, cache: KVCache, batch: _Batch) -> tuple[Array, KVCache]:
         c = self.config
         windows = c.layer_windows or (None,) * c.num_layers
-        limits = jnp.array([_NO_WINDOW if w is None else w for w in windows], jnp.int32)
+        limits = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
         block = hk.transform(lambda *args: self._block("layer")(*args))
         paths = [path.removeprefix("layer_0/") for path in params if path.startswith("layer_0/")]
 
