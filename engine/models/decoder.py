@@ -149,6 +149,17 @@ class Decoder:
         """Runs all layers: the normed hidden state of every token, and the cache with their keys and values."""
         return hk.transform(self._hidden).apply(params, None, params, cache, tokens, layout, num_blocks)
 
+    def layer_states(
+        self,
+        params: Params,
+        cache: KVCache,
+        tokens: Int[Array, "B T"],
+        layout: BatchLayout,
+        num_blocks: Int[Array, ""] | int,
+    ) -> tuple[Float[Array, "L D BT"], Float[Array, "D BT"]]:
+        """As `hidden`, for verification: the residual stream after each layer, and the normed hidden state."""
+        return hk.transform(self._layer_states).apply(params, None, params, cache, tokens, layout, num_blocks)
+
     def logits(self, params: Params, hidden: Float[Array, "D M"]) -> Float[Array, "V M"]:
         """Float32 logits of hidden states."""
         head = params["embed" if self.config.tie_embeddings else "lm_head"]["w"]
@@ -193,14 +204,16 @@ class Decoder:
     def _block(self, name: str) -> Block:
         return Block(self.config, self._dtypes, self.mesh, self.expert_sharding, name)
 
-    def _scan_layers(self, params: Params, x: Array, cache: KVCache, batch: _Batch) -> tuple[Array, KVCache]:
+    def _scan_layers(
+        self, params: Params, x: Array, cache: KVCache, batch: _Batch, keep_states: bool
+    ) -> tuple[tuple[Array, KVCache], Array | None]:
         c = self.config
         windows = c.layer_windows or (None,) * c.num_layers
         limits = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
         block = hk.transform(lambda *args: self._block("layer")(*args))
         paths = [path.removeprefix("layer_0/") for path in params if path.startswith("layer_0/")]
 
-        def layer(carry: tuple[Array, KVCache], index: Array) -> tuple[tuple[Array, KVCache], None]:
+        def layer(carry: tuple[Array, KVCache], index: Array) -> tuple[tuple[Array, KVCache], Array | None]:
             of_layer = {
                 f"layer/{path}": {
                     name: OfLayer(tuple(params[f"layer_{i}/{path}"][name] for i in range(c.num_layers)), index)
@@ -209,25 +222,50 @@ class Decoder:
                 for path in paths
             }
             window = windows[0] if len(set(windows)) == 1 else limits[index]
-            return block.apply(of_layer, None, *carry, batch, index, window), None
+            x, cache = block.apply(of_layer, None, *carry, batch, index, window)
+            return (x, cache), x if keep_states else None
 
-        return jax.lax.scan(layer, (x, cache), jnp.arange(c.num_layers))[0]
+        return jax.lax.scan(layer, (x, cache), jnp.arange(c.num_layers))
 
     def _hidden(
         self, params: Params | None, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
     ) -> tuple[Array, KVCache]:
+        x, cache, _ = self._run_layers(params, cache, tokens, layout, num_blocks, keep_states=False)
+        return self._final_norm(x), cache
+
+    def _layer_states(
+        self, params: Params, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
+    ) -> tuple[Array, Array]:
+        x, _, states = self._run_layers(params, cache, tokens, layout, num_blocks, keep_states=True)
+        assert states is not None
+        return states, self._final_norm(x)
+
+    def _final_norm(self, x: Array) -> Array:
+        return Norm(self.config.norm, self.config.norm_eps, self._dtypes.exact, "final_norm")(x)
+
+    def _run_layers(
+        self,
+        params: Params | None,
+        cache: KVCache,
+        tokens: Array,
+        layout: BatchLayout,
+        num_blocks: Array | int,
+        keep_states: bool,
+    ) -> tuple[Array, KVCache, Array | None]:
         c = self.config
         x = _Embedding(c, self._dtypes.others, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
         if c.embedding_multiplier != 1.0:
             x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
         batch = _Batch(layout, num_blocks, rotation(c, layout.positions.reshape(-1)))
 
-        if params is None or not self._scans_layers:
-            for layer, window in enumerate(c.layer_windows or (None,) * c.num_layers):
-                x, cache = self._block(f"layer_{layer}")(x, cache, batch, layer, window)
-        else:
-            x, cache = self._scan_layers(params, x, cache, batch)
-        return Norm(c.norm, c.norm_eps, self._dtypes.exact, "final_norm")(x), cache
+        if params is not None and self._scans_layers:
+            (x, cache), states = self._scan_layers(params, x, cache, batch, keep_states)
+            return x, cache, states
+        kept = []
+        for layer, window in enumerate(c.layer_windows or (None,) * c.num_layers):
+            x, cache = self._block(f"layer_{layer}")(x, cache, batch, layer, window)
+            kept.append(x)
+        return x, cache, jnp.stack(kept) if keep_states else None
 
 
 class _Embedding(hk.Module):
