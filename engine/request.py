@@ -86,7 +86,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.window is not None and not 1 <= self.window < 2**30:
-            raise InvalidRequestError(f"window is {self.window}; expected a number of positions of at least 1", "window")
+            raise InvalidRequestError(f"window is {self.window}; expected at least 1 position", "window")
 
 
 class FinishReason(enum.StrEnum):

@@ -1,86 +1,59 @@
 """Which requests run in the next step. Host only: no JAX, no arrays.
 
-One rule covers prefill, chunked prefill and decode: a request has computed some of its tokens, and a step catches it
-up. Scheduling runs one step ahead of the device, so a request may have a token that is sampled but not seen yet.
+One rule covers prefill, chunked prefill, prefix-cache hits, decode and resumption after preemption: a request has
+computed some of its tokens, and a step catches it up. Scheduling runs one step ahead of the device, so a request may
+have a token that is sampled but not seen yet.
 """
 
 import itertools
-from collections import deque
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from engine.errors import InvalidRequestError, PromptTooLongError, QueueFullError
-from engine.page_pool import PagePool
+from engine.admission import check_pages, check_queue, check_request
+from engine.errors import InvalidRequestError
 from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
-from engine.request import FinishReason, Request, RequestOutput
+from engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from engine.sequence import SchedulerLimits, Sequence
+from engine.shard_cache import ShardCache
+from engine.step_builder import StepBuilder
+from engine.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)
-class SchedulerLimits:
-    """The sizes that the scheduler keeps to."""
-
-    num_slots: int
-    """Slots of all data shards together."""
-    num_shards: int
-    """Data shards; slots and pages are divided evenly among them."""
-    num_pages: int
-    """Pages of all shards together."""
-    page_size: int
-    """Positions of a page."""
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    prefill_buckets: tuple[int, ...]
-    """Padded chunk lengths, ascending, multiples of the page size."""
-    decode_row_buckets: tuple[int, ...]
-    """Padded row counts of one shard, ascending; the last is the slots of a shard."""
-    max_queue_len: int
-    max_queued_tokens: int | None
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request on its way: what is known of it and how far it has been computed."""
+class DraftRequest:
+    """A request for which tokens may be guessed ahead."""
 
     sequence_id: int
-    request: Request
+    slot: int
     token_ids: list[int]
-    """Prompt and generated tokens that the host has seen."""
-    num_computed_tokens: int = 0
-    """Positions computed, or being computed by steps under way."""
-    num_pending: int = 0
-    """Tokens sampled by steps under way."""
-    slot: int | None = None
-    pages: list[int] = field(default_factory=list)
-    page_ids: tuple[int, ...] = ()
-    """`pages` as plain data for plans."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that exist, seen or not."""
-        return len(self.token_ids) + self.num_pending
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    """All its tokens; not to be changed."""
+    num_prompt_tokens: int
+    page_ids: tuple[int, ...]
+    """Pages of all its tokens and of `num_tokens` more."""
+    params: SamplingParams
+    window: int | None
+    num_tokens: int
+    """The most tokens worth guessing."""
 
 
 class Scheduler:
-    """First come, first served; a new request joins at the next step, a finished one leaves at once."""
+    """Continuous batching with priorities, fair shares, a shared prefix cache and preemption by recomputation."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds; only differences matter."""
         self.limits = limits
-        shards = limits.num_shards
-        self.pools = [PagePool(limits.num_pages // shards) for _ in range(shards)]
-        self._slots_per_shard = limits.num_slots // shards
-        self._free_slots = [
-            list(range((shard + 1) * self._slots_per_shard - 1, shard * self._slots_per_shard - 1, -1))
-            for shard in range(shards)
-        ]
-        self._waiting: deque[Sequence] = deque()
+        self._clock = clock
+        self.shards = [ShardCache(shard, limits) for shard in range(limits.num_shards)]
+        self._waiting = WaitingQueue(limits.priority_ageing_s)
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._aborted: list[RequestOutput] = []
         self._sequence_ids = itertools.count()
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -102,63 +75,89 @@ class Scheduler:
         Raises `PromptTooLongError` or `InvalidRequestError` where it could never run, `QueueFullError` where the queue
         is full.
         """
-        self._validate(request)
-        limits = self.limits
-        queued_tokens = sum(s.num_prompt_tokens for s in self._waiting)
-        if len(self._waiting) >= limits.max_queue_len:
-            raise QueueFullError(f"the queue is full: {len(self._waiting)} requests are waiting; try again later")
-        if (
-            limits.max_queued_tokens is not None
-            and queued_tokens
-            and (queued_tokens + len(request.prompt_token_ids) > limits.max_queued_tokens)
-        ):
-            raise QueueFullError(
-                f"the queue is full: {queued_tokens} prompt tokens are waiting, {limits.max_queued_tokens} may; "
-                "try again later"
-            )
-        sequence = Sequence(next(self._sequence_ids), request, list(request.prompt_token_ids))
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")
+        check_request(request, self.limits)
+        now = self._clock()
+        sequence = Sequence(next(self._sequence_ids), request, list(request.prompt_token_ids), now)
+        sequence.rank = (request.priority + now / self.limits.priority_ageing_s, sequence.sequence_id)
+        check_pages(sequence, self.shards[0])
+        check_queue(request, self._waiting, self.limits)
         self._sequences[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._waiting.enter(request.tenant)
+        self._waiting.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its slot and pages. An unknown id is no error: it may just have ended."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.slot is None:
-            self._waiting.remove(sequence)
         self._finish(sequence)
         self._aborted.append(RequestOutput(request_id, (), finish_reason=FinishReason.ABORTED))
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None where nothing can be computed before a step under way is known."""
+    def draft_requests(self, num_tokens: int) -> list[DraftRequest]:
+        """Requests whose next tokens may be guessed, up to `num_tokens` each, with pages for the guesses.
+
+        Rows that running requests leave free are shared out, so that guessing slows nobody down. Requests with a token
+        that the host has not seen are left out.
+        """
+        requests = []
+        for shard in self.shards:
+            decoding = [s for s in self._running if self._shard(s) is shard and s.wants_decode]
+            num_spare = self.limits.num_rows - len(decoding)
+            ready = [s for s in decoding if not s.num_pending and s.num_computed_tokens == s.num_tokens - 1]
+            for index, s in enumerate(sorted(ready, key=lambda s: s.rank)):
+                # The last token that may be generated need not be guessed: verifying finds it.
+                left = s.request.params.max_tokens - s.num_generated - 1
+                count = min(num_tokens, left, num_spare // (len(ready) - index))
+                # Guesses preempt nobody: pages that others may need for their next token are left to them.
+                if count < 1 or shard.pool.num_available < len(decoding) + self.limits.num_pages_of(count):
+                    continue
+                shard.provide(s, s.num_tokens, s.num_tokens + count)
+                num_spare -= count
+                assert s.slot is not None
+                requests.append(
+                    DraftRequest(
+                        s.sequence_id,
+                        s.slot,
+                        s.token_ids,
+                        s.num_prompt_tokens,
+                        s.page_ids,
+                        s.request.params,
+                        s.request.window,
+                        count,
+                    )
+                )
+        return requests
+
+    def schedule(self, drafts: Mapping[int, tuple[int, ...]] | None = None) -> StepPlan | None:
+        """The next step, or None where nothing can be computed before a step under way is known.
+
+        `drafts`: guessed tokens by sequence id, as `draft_requests` asked for them.
+        """
         self._admit()
-        decode = [s for s in self._running if self._wants_decode(s)]
-        prefill = self._choose_prefill()
-        if not decode and not prefill:
-            return None
-        # A chunk's bucket is that of its longest row: all shards run the same program.
-        bucket = 0
-        if prefill:
-            bucket = self._bucket(max(s.num_prompt_tokens - s.num_computed_tokens for s in prefill))
-        prefill_rows = tuple(
-            self._advance(s, min(bucket, s.num_prompt_tokens - s.num_computed_tokens)) for s in prefill
-        )
-        decode_rows = tuple(self._advance(s, 1) for s in decode)
-        return StepPlan(prefill_rows, bucket, decode_rows, self._row_bucket(decode))
+        builder = StepBuilder(self.limits, self.shards, self._running, drafts or {}, self._preempt_for)
+        for s in sorted(self._running, key=lambda s: s.rank):
+            # One that is preempted to make room for an earlier one has no slot any more.
+            if s.slot is not None:
+                builder.plan(s)
+        for s in builder.prefilled:
+            self._shard(s).register(s)
+        for s in self._running:
+            self._shard(s).leave_window(s)
+        return builder.build()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Takes in what a step sampled: one output for each request that got a token."""
-        running = {s.sequence_id: s for s in self._running}
-        outputs = []
+        """Takes in what a step sampled: one output for each request that got tokens."""
+        sequences = {s.sequence_id: s for s in self._sequences.values()}
         rows = zip(plan.prefill + plan.decode, result.prefill + result.decode, strict=True)
-        for row, sampled in rows:
-            sequence = running.get(row.sequence_id)
+        outputs = []
+        for sequence_id, group in itertools.groupby(rows, key=lambda pair: pair[0].sequence_id):
+            sequence = sequences.get(sequence_id)
+            sampling = [(row, sampled) for row, sampled in group if sampled is not None]
             # The request may have ended while the step was under way.
-            if sampled is None or sequence is None:
-                continue
-            sequence.num_pending -= 1
-            outputs.append(self._take(sequence, sampled))
+            if sequence is not None and sampling:
+                outputs.append(self._take(sequence, sampling))
         return outputs
 
     def take_aborted(self) -> list[RequestOutput]:
@@ -168,130 +167,133 @@ class Scheduler:
 
     def cache_usage(self) -> float:
         """Share of pages held."""
-        return sum(pool.num_held for pool in self.pools) / max(1, self.limits.num_pages)
+        return sum(shard.pool.num_held for shard in self.shards) / max(1, self.limits.num_pages)
+
+    def page_utilization(self) -> float:
+        """Share of the positions of held pages that hold a token; 1 where none is held."""
+        held = sum(shard.pool.num_held for shard in self.shards) * self.limits.page_size
+        unused = sum(self._shard(s).num_unused_positions(s) for s in self._running)
+        return 1.0 - unused / held if held else 1.0
+
+    def forget_cached(self) -> None:
+        """Empties the prefix cache."""
+        for shard in self.shards:
+            shard.pool.forget_cached()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless every slot and page is accounted for."""
-        for pool in self.pools:
-            pool.check_integrity()
+        for shard in self.shards:
+            shard.pool.check_integrity()
+            holders: dict[int, int] = {}
+            for s in self._running:
+                if self._shard(s) is shard:
+                    for page in s.pages:
+                        if page is not None:
+                            holders[page] = holders.get(page, 0) + 1
+            assert len(holders) == shard.pool.num_held, "pages are held by nobody who runs"
+            assert all(shard.pool.num_holders(p) == count for p, count in holders.items()), "holders are miscounted"
         held = [s.slot for s in self._running if s.slot is not None]
-        free = [slot for slots in self._free_slots for slot in slots]
+        free = [slot for shard in self.shards for slot in shard.free_slots]
         assert sorted(held + free) == list(range(self.limits.num_slots)), "slots are lost or held twice"
-        assert sum(pool.num_held for pool in self.pools) == sum(len(s.pages) for s in self._running)
+        assert len(held) == len(self._running), "a running request has no slot"
         assert len(self._sequences) == len(self._running) + len(self._waiting)
 
-    def _validate(self, request: Request) -> None:
-        limits, prompt = self.limits, request.prompt_token_ids
-        if request.request_id in self._sequences:
-            raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty; expected at least one token", "prompt")
-        outside = next((t for t in prompt if not 0 <= t < limits.vocab_size), None)
-        if outside is not None:
-            raise InvalidRequestError(
-                f"prompt token id {outside} is outside the vocabulary [0, {limits.vocab_size})", "prompt"
-            )
-        if len(prompt) >= limits.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens; the context length is {limits.max_model_len}, one of which must "
-                "be left for the answer",
-                "prompt",
-            )
-        if len(prompt) + request.params.max_tokens > limits.max_model_len:
-            raise PromptTooLongError(
-                f"{len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are "
-                f"{len(prompt) + request.params.max_tokens} tokens together; the context length is "
-                f"{limits.max_model_len}",
-                "max_tokens",
-            )
-
     def _admit(self) -> None:
-        while self._waiting:
-            shard = max(range(self.limits.num_shards), key=lambda i: len(self._free_slots[i]))
-            if not self._free_slots[shard]:
+        while (s := self._waiting.next(self._clock())) is not None and not s.num_pending:
+            shard = self._choose_shard(s)
+            if shard is None:
+                # Nobody overtakes: a large request would wait for ever behind small ones.
                 return
-            sequence = self._waiting.popleft()
-            sequence.slot = self._free_slots[shard].pop()
-            self._running.append(sequence)
+            self._waiting.remove(s)
+            if not s.num_generated:
+                # At once, so that a tenant's next request is compared by what this one will cost.
+                self._waiting.charge(s.request.tenant, s.num_prompt_tokens)
+            s.slot = shard.free_slots.pop()
+            self._running.append(s)
 
-    def _shard(self, sequence: Sequence) -> int:
-        assert sequence.slot is not None
-        return sequence.slot // self._slots_per_shard
+    def _choose_shard(self, s: Sequence) -> ShardCache | None:
+        """Where most of the sequence's tokens are cached, then where most slots are free; None where it has no room."""
+        best, best_order = None, (-1, -1)
+        for shard in self.shards:
+            if not shard.free_slots:
+                continue
+            cached = shard.cached_pages(s)
+            held = sum(shard.pool.num_holders(page) > 0 for page in cached)
+            promised = sum(
+                max(0, shard.num_pages_needed(r, r.num_tokens) - len(r.pages))
+                for r in self._running
+                if self._shard(r) is shard
+            )
+            if shard.num_pages_needed(s, s.num_tokens) - held > shard.pool.num_available - promised:
+                continue
+            order = len(cached), len(shard.free_slots)
+            if order > best_order:
+                best, best_order = shard, order
+        return best
 
-    def _wants_decode(self, s: Sequence) -> bool:
-        """Whether the prompt is computed and another token may be wanted."""
-        return (
-            s.num_computed_tokens >= s.num_prompt_tokens
-            and s.num_computed_tokens == s.num_tokens - 1
-            and s.num_tokens - s.num_prompt_tokens < s.request.params.max_tokens
-        )
+    def _preempt_for(self, s: Sequence) -> bool:
+        """Takes slot and pages from the last-ranked on the shard of `s`, to be computed again later; false where that
+        is `s` itself."""
+        shard = self._shard(s)
+        victim = max((r for r in self._running if self._shard(r) is shard), key=lambda r: r.rank)
+        shard.vacate(victim)
+        self._running.remove(victim)
+        self._waiting.add(victim)
+        self.num_preemptions += 1
+        return victim is not s
 
-    def _choose_prefill(self) -> list[Sequence]:
-        """The oldest request of each shard whose prompt is not computed."""
-        chosen: dict[int, Sequence] = {}
-        for sequence in self._running:
-            if sequence.num_computed_tokens < sequence.num_prompt_tokens:
-                chosen.setdefault(self._shard(sequence), sequence)
-        return list(chosen.values())
-
-    def _bucket(self, num_tokens: int) -> int:
-        buckets = self.limits.prefill_buckets
-        return next((b for b in buckets if b >= num_tokens), buckets[-1])
-
-    def _row_bucket(self, decode: list[Sequence]) -> int:
-        if not decode:
-            return 0
-        counts = [0] * self.limits.num_shards
-        for sequence in decode:
-            counts[self._shard(sequence)] += 1
-        return next(b for b in self.limits.decode_row_buckets if b >= max(counts))
-
-    def _advance(self, s: Sequence, num_tokens: int) -> PlanRow:
-        """Plans the next `num_tokens` positions of a request and gives it the pages they need."""
+    def _shard(self, s: Sequence) -> ShardCache:
         assert s.slot is not None
-        start = s.num_computed_tokens
-        end = start + num_tokens
-        missing = -(-end // self.limits.page_size) - len(s.pages)
-        if missing > 0:
-            s.pages += self.pools[self._shard(s)].allocate(missing)
-            s.page_ids = tuple(s.pages)
-        s.num_computed_tokens = end
-        samples = end == s.num_tokens
-        row = PlanRow(
-            s.sequence_id,
-            s.slot,
-            start,
-            num_tokens,
-            tuple(s.token_ids[start:end]),
-            s.page_ids,
-            s.request.params,
-            samples,
-        )
-        s.num_pending += samples
-        return row
+        return self.shards[s.slot // self.limits.slots_per_shard]
 
-    def _take(self, s: Sequence, sampled: SampledToken) -> RequestOutput:
-        s.token_ids.append(sampled.token_id)
-        params = s.request.params
+    def _take(self, s: Sequence, sampling: list[tuple[PlanRow, SampledToken]]) -> RequestOutput:
+        """Takes the token sampled after the last known one, and those after guesses while the guesses were right."""
+        tokens: list[SampledToken] = []
         reason = None
-        is_eos = sampled.token_id in self.limits.eos_token_ids and not params.ignore_eos
-        if is_eos or sampled.token_id in params.stop_token_ids:
-            reason = FinishReason.STOP
-        elif len(s.token_ids) - s.num_prompt_tokens >= params.max_tokens:
-            reason = FinishReason.LENGTH
+        for index, (_, sampled) in enumerate(sampling):
+            s.token_ids.append(sampled.token_id)
+            tokens.append(sampled)
+            reason = self._end_reason(s, sampled.token_id)
+            is_last = index + 1 == len(sampling)
+            if reason is not None or is_last or sampling[index + 1][0].token_ids[0] != sampled.token_id:
+                break
+        s.num_pending -= 1
+        if s.num_drafted:
+            self.num_draft_tokens += s.num_drafted
+            self.num_accepted_tokens += len(tokens) - 1
+            s.num_drafted = 0
+            if s.slot is not None:
+                s.num_computed_tokens += len(tokens) - 1
+        self._waiting.charge(s.request.tenant, len(tokens))
         if reason is not None:
             self._finish(s)
-        logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
-        return RequestOutput(s.request.request_id, (sampled.token_id,), logprobs, reason)
+        elif s.slot is not None:
+            self._shard(s).register(s)
+        reports = tuple(t.logprobs for t in tokens if t.logprobs is not None)
+        return RequestOutput(
+            s.request.request_id,
+            tuple(t.token_id for t in tokens),
+            reports or None,
+            reason,
+            s.num_cached_tokens,
+        )
+
+    def _end_reason(self, s: Sequence, token_id: int) -> FinishReason | None:
+        params = s.request.params
+        is_eos = token_id in self.limits.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        if len(s.token_ids) - s.num_prompt_tokens >= params.max_tokens:
+            return FinishReason.LENGTH
+        return None
 
     def _finish(self, s: Sequence) -> None:
-        """Frees what a request holds. Steps under way may still write to its pages: they run before any step that gives
-        those pages to another."""
         del self._sequences[s.request.request_id]
+        self._waiting.leave(s.request.tenant)
         if s.slot is None:
+            self._waiting.remove(s)
             return
         shard = self._shard(s)
+        shard.register(s)
         self._running.remove(s)
-        self.pools[shard].free(s.pages)
-        self._free_slots[shard].append(s.slot)
-        s.slot, s.pages, s.page_ids = None, [], ()
+        shard.vacate(s)
