@@ -1,8 +1,11 @@
-"""Virtual CPU devices, so that every mesh can be tried without the machine it is meant for."""
+"""Virtual CPU devices, so that every mesh can be tried without the machine it is meant for; arrays onto devices."""
 
 import os
+from typing import TypeVar
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
 from engine.errors import ConfigError
 
@@ -19,3 +22,20 @@ def provide_cpu_devices(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
         raise ConfigError(f"the CPU cannot stand for {num_devices} devices any more: {error}") from None
+
+
+T = TypeVar("T")
+
+
+def put(tree: T, sharding: NamedSharding) -> T:
+    """The host arrays of `tree` on the devices of a mesh, which may be those of several processes.
+
+    Every process must have the same arrays. Unlike `jax.device_put`, which compares them first, none waits for another.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def put_one(host: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put_one, tree)

@@ -13,6 +13,7 @@
     ├── DeadlineExceededError       the request's time is over
     ├── RequestCancelledError       the client went away, or an operator cancelled
     └── EngineDeadError             the engine's loop stopped; nothing can be served
+        └── ReplicaGroupError           a host of the replica did not come, left, fell silent or diverged
 
 A message names what was given, what was expected and what to do.
 """
@@ -85,3 +86,7 @@ class RequestCancelledError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine's loop stopped on an internal failure; the replica must be replaced."""
+
+
+class ReplicaGroupError(EngineDeadError):
+    """A host of the replica did not come, left, fell silent or diverged. The message names it."""
