@@ -8,6 +8,7 @@ from engine.errors import ConfigError
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
+CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3", "int8"]
 ExpertSharding = Literal["width", "expert"]
 
 
@@ -152,6 +153,25 @@ class EngineConfig:
     program serves every context: it stops at the longest one."""
     page_size: int = 16
     """Positions of a cache page; divides 128."""
+    num_pages: int | None = None
+    """Pages of the cache over all data shards; None: enough for the whole context of every slot, so that nothing is
+    ever preempted. Fewer save memory where requests are shorter than the context."""
+    prefix_caching: bool = True
+    """Keep the pages of ended requests while there is room, for requests that begin with the same tokens."""
+    step_token_budget: int | None = None
+    """Tokens of a step with decode rows: a prompt is computed in chunks small enough to fit beside them (the smallest
+    bucket always fits). Less keeps the gaps between tokens short, more ends prompts sooner. None: on a CPU, where time
+    grows with every token, the smallest bucket; on an accelerator 512."""
+    priority_ageing_s: float = 30.0
+    """Seconds of waiting that count as much as one step of a request's priority."""
+    num_draft_tokens: int = 0
+    """Tokens guessed ahead of a request at most and verified in one step (speculative decoding); 0: none. Guesses
+    change no token, and use rows that running requests leave free."""
+    ngram_min_len: int = 2
+    """Guesses without a draft model: the tokens that followed the last occurrence of the request's last tokens, where
+    at least this many of them recur."""
+    ngram_max_len: int = 4
+    """The most tokens whose recurrence is looked for."""
     max_queue_len: int = 256
     """Requests that may wait for a slot; one more is refused with `QueueFullError`."""
     max_queued_tokens: int | None = None
@@ -163,8 +183,9 @@ class EngineConfig:
     float32 in any case."""
     expert_sharding: ExpertSharding = "width"
     """How experts lie over the model axis: each divided by its width, or whole experts dealt out."""
-    cache_dtype: DType | None = None
-    """None: that of the activations."""
+    cache_dtype: CacheDType | None = None
+    """None: that of the activations. int8 keeps a float32 scale for each token and KV head; float8_e4m3 keeps none, and
+    what lies beyond ±448 becomes that."""
     batch_invariant: bool = False
     """One program shape per kind and reductions over blocks of one size, so that a request's tokens are exactly the
     same whatever else runs. Slower: every decode step computes all slots over the whole context."""
@@ -182,6 +203,19 @@ class EngineConfig:
             raise ConfigError(f"context_bucket_min is {self.context_bucket_min}; expected at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}; expected at least 2 (one prompt token, one new)")
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ConfigError(f"num_pages is {self.num_pages}; expected at least 1, or null for enough")
+        if self.step_token_budget is not None and self.step_token_budget < 1:
+            raise ConfigError(f"step_token_budget is {self.step_token_budget}; expected at least 1, or null")
+        if not 0 < self.priority_ageing_s < float("inf"):
+            raise ConfigError(f"priority_ageing_s is {self.priority_ageing_s}; expected a number of seconds above 0")
+        if not 0 <= self.num_draft_tokens <= 64:
+            raise ConfigError(f"num_draft_tokens is {self.num_draft_tokens}; expected 0 (off) to 64")
+        if not 1 <= self.ngram_min_len <= self.ngram_max_len:
+            raise ConfigError(
+                f"ngram_min_len is {self.ngram_min_len} and ngram_max_len {self.ngram_max_len}; expected 1 or more, "
+                "the first no larger than the second"
+            )
         if self.max_queue_len < 1:
             raise ConfigError(f"max_queue_len is {self.max_queue_len}; expected at least 1")
         if self.max_queued_tokens is not None and self.max_queued_tokens < 1:

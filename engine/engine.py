@@ -1,7 +1,12 @@
 """The engine: the scheduler (host side) and the runner (device side) joined. Token ids in, token ids out."""
 
-from engine.config import EngineConfig
+from dataclasses import replace
+
+from engine.config import EngineConfig, ModelConfig
+from engine.drafting import Drafter, Drafts, ModelDrafter, NgramDrafter, Paces
+from engine.errors import ConfigError
 from engine.models.decoder import Decoder, Params
+from engine.plan import StepPlan
 from engine.request import EngineStats, Request, RequestOutput
 from engine.runner import Progress, StepHandle, StepRunner
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -14,7 +19,8 @@ class Engine:
     the result of step n. All calls come from one thread.
     """
 
-    def __init__(self, runner: StepRunner, config: EngineConfig) -> None:
+    def __init__(self, runner: StepRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
+        """`drafter` guesses tokens where the config asks for guesses; None: by the request's own tokens."""
         sizes, model = runner.sizes, runner.decoder.config
         self.runner = runner
         self.scheduler = Scheduler(
@@ -30,8 +36,16 @@ class Engine:
                 decode_row_buckets=sizes.decode_row_buckets,
                 max_queue_len=config.max_queue_len,
                 max_queued_tokens=config.max_queued_tokens,
+                step_token_budget=sizes.step_token_budget,
+                prefix_caching=config.prefix_caching,
+                exact=config.batch_invariant,
+                window=_largest_window(model),
+                priority_ageing_s=config.priority_ageing_s,
             )
         )
+        self._num_draft_tokens = config.num_draft_tokens
+        self._drafter = drafter or NgramDrafter(config.ngram_min_len, config.ngram_max_len)
+        self._paces = Paces(config.num_draft_tokens)
         self._under_way: StepHandle | None = None
         self._num_steps = self._num_prompt_tokens = self._num_padding_tokens = self._num_generated_tokens = 0
 
@@ -58,21 +72,50 @@ class Engine:
         return self._under_way is not None or self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches the next step and takes in the one before."""
-        plan = self.scheduler.schedule()
-        before, self._under_way = self._under_way, None
-        if plan is not None:
-            self._under_way = self.runner.dispatch(plan)
-            self._num_steps += 1
-            self._num_prompt_tokens += sum(row.num_tokens for row in plan.prefill)
-            self._num_padding_tokens += plan.num_padding_tokens
-        outputs = [] if before is None else self.scheduler.update(before.plan, self.runner.fetch(before))
-        self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
+        """Dispatches the next step and takes in the one before (with guesses: first takes in the one before)."""
+        outputs: list[RequestOutput] = []
+        drafts = None
+        if self._num_draft_tokens and self.scheduler.may_draft() and self._paces.wants_turn():
+            # Guesses follow tokens that the host has seen.
+            outputs = self._take_in()
+            drafts = self._guess()
+        plan = self.scheduler.schedule(drafts)
+        dispatched = None if plan is None else self._dispatch(plan)
+        outputs += self._take_in()
+        self._under_way = dispatched
         return self.scheduler.take_aborted() + outputs
+
+    def _dispatch(self, plan: StepPlan) -> StepHandle:
+        handle = self.runner.dispatch(plan)
+        if self._num_draft_tokens:
+            self._drafter.observe(plan)
+        self._num_steps += 1
+        self._num_prompt_tokens += sum(row.num_tokens for row in plan.prefill)
+        self._num_padding_tokens += plan.num_padding_tokens
+        return handle
+
+    def _take_in(self) -> list[RequestOutput]:
+        """What the step under way added, if there is one."""
+        if self._under_way is None:
+            return []
+        handle, self._under_way = self._under_way, None
+        outputs = self.scheduler.update(handle.plan, self.runner.fetch(handle))
+        self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
+        return outputs
+
+    def _guess(self) -> Drafts:
+        requests = self.scheduler.draft_requests(self._num_draft_tokens)
+        limits = self._paces.limits(requests)
+        drafts = self._drafter.propose([replace(r, num_tokens=limits[r.sequence_id]) for r in requests])
+        self._paces.note(requests, drafts)
+        return drafts
 
     def warm_up(self, progress: Progress | None = None) -> dict[str, float]:
         """Compiles and runs every program; returns the seconds each took. After it nothing compiles."""
-        return self.runner.warm_up(progress)
+        seconds = self.runner.warm_up(progress)
+        if self._num_draft_tokens:
+            self._drafter.warm_up()
+        return seconds
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""
@@ -85,10 +128,41 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_padding_tokens=self._num_padding_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            num_cached_tokens=self.scheduler.num_cached_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_draft_tokens=self.scheduler.num_draft_tokens,
+            num_accepted_tokens=self.scheduler.num_accepted_tokens,
+            page_utilization=self.scheduler.page_utilization(),
             num_compilations_since_warm_up=self.runner.num_compilations_since_warm_up,
         )
 
 
-def build_engine(decoder: Decoder, params: Params, config: EngineConfig) -> Engine:
-    """An engine over these weights. Raises `ConfigError` where the config does not fit the model or the mesh."""
-    return Engine(StepRunner(decoder, params, config), config)
+def _largest_window(model: ModelConfig) -> int | None:
+    windows = model.layer_windows or (None,)
+    return None if None in windows else max(w for w in windows if w is not None)
+
+
+def build_engine(
+    decoder: Decoder, params: Params, config: EngineConfig, draft: tuple[Decoder, Params] | None = None
+) -> Engine:
+    """An engine over these weights; `draft`: a smaller model with the same vocabulary, which guesses tokens.
+
+    Raises `ConfigError` where the config does not fit the model or the mesh, or the draft model not the model.
+    """
+    runner = StepRunner(decoder, params, config)
+    return Engine(runner, config, None if draft is None else _model_drafter(*draft, runner, config))
+
+
+def _model_drafter(decoder: Decoder, params: Params, runner: StepRunner, config: EngineConfig) -> ModelDrafter:
+    sizes, vocab_size = runner.sizes, runner.decoder.config.vocab_size
+    if not config.num_draft_tokens:
+        raise ConfigError("a draft model is given and num_draft_tokens is 0; expected at least 1")
+    if decoder.config.vocab_size != vocab_size:
+        raise ConfigError(
+            f"the draft model has {decoder.config.vocab_size} tokens and the model {vocab_size}; they must have the "
+            "same vocabulary"
+        )
+    # The same pages of the same sizes, whatever the draft model was trained for.
+    alike = replace(config, max_model_len=sizes.max_model_len, num_pages=sizes.num_pages)
+    draft = StepRunner(decoder, params, alike)
+    return ModelDrafter(draft, draft.sizes.decode_row_buckets, sizes.num_shards, sizes.num_slots // sizes.num_shards)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache
+from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache, copy_pages
 from engine.models.decoder import Decoder, Params
 from engine.plan import PlanRow
 from engine.sampling import Sampled, SamplingRows, sample
@@ -44,6 +44,13 @@ class PackedRows(NamedTuple):
     floats: Float[np.ndarray, "B 3"]
     """Columns `FLOAT_COLUMNS`."""
     tokens: Int[np.ndarray, "B T"]
+
+
+class PackedCopies(NamedTuple):
+    """Pages to copy, as `engine.kv_cache.copy_pages` takes them."""
+
+    sources: Int[np.ndarray, " M"]
+    targets: Int[np.ndarray, " M"]
 
 
 INT_COLUMNS = [
@@ -189,3 +196,14 @@ def compile_step(
         out_shardings=(state_sharding, everywhere, everywhere if all_logits else None),
     )
     return jitted.lower(params, state, packed).compile()
+
+
+def compile_copies(mesh: Mesh, state: DeviceState, copies: PackedCopies) -> jax.stages.Compiled:
+    """Compiles copying pages. Its arguments are (state, copies); `state` is donated."""
+
+    def copy(state: DeviceState, copies: PackedCopies) -> DeviceState:
+        sources, targets = jnp.asarray(copies.sources), jnp.asarray(copies.targets)
+        return state._replace(cache=copy_pages(state.cache, sources, targets, mesh=mesh))
+
+    jitted = jax.jit(copy, donate_argnums=0, out_shardings=jax.tree.map(lambda a: a.sharding, state))
+    return jitted.lower(state, copies).compile()

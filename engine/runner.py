@@ -12,15 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 from engine import kv_cache
 from engine.config import EngineConfig
+from engine.devices import put
 from engine.errors import ConfigError
-from engine.forward import BatchShape, DeviceState, compile_step, pack_rows, row_indices
+from engine.forward import BatchShape, DeviceState, PackedCopies, compile_copies, compile_step, pack_rows, row_indices
 from engine.kv_cache import BLOCK_LEN, CacheShape
 from engine.models.decoder import Decoder, Params
 from engine.models.moe import experts_apart
-from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
+from engine.plan import PageCopy, PlanRow, SampledToken, StepPlan, StepResult
 from engine.request import TokenLogprobs
 from engine.sampling import Sampled
 from engine.sharding import DATA, check_model_fits_mesh
+
+_ACCELERATOR_BUDGET = 512
+"""Tokens that a step of a memory-bound accelerator computes beside its weights without taking much longer."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class RunnerSizes:
     num_pages: int
     prefill_buckets: tuple[int, ...]
     decode_row_buckets: tuple[int, ...]
+    step_token_budget: int
+    """Tokens of a step with decode rows."""
     context_blocks: tuple[int | None, ...]
     """Context buckets in attention blocks, ascending; (None,) where the program itself stops at the longest context."""
 
@@ -60,16 +66,30 @@ def derive_sizes(config: EngineConfig, decoder: Decoder) -> RunnerSizes:
         raise ConfigError(f"prefill_buckets {odd} are no multiples of the page size {page}")
     columns = -(-max_len // BLOCK_LEN) * (BLOCK_LEN // page)
     per_shard = config.num_slots // shards
+    num_rows = max(per_shard, 1 + config.num_draft_tokens)
     if config.batch_invariant:
-        buckets, rows = config.prefill_buckets[-1:], (per_shard,)
+        buckets, rows = config.prefill_buckets[-1:], (num_rows,)
     else:
         # A bucket above the context would only waste work, but one must cover a whole context-long chunk.
         useful = [b for b in config.prefill_buckets if b < max_len]
         buckets = tuple(config.prefill_buckets[: len(useful) + 1])
-        rows = tuple(sorted({min(2**i, per_shard) for i in range(per_shard.bit_length() + 1)}))
-    pages = config.num_slots * columns
+        rows = tuple(sorted({min(2**i, num_rows) for i in range(num_rows.bit_length() + 1)}))
+    pages = config.num_pages or config.num_slots * columns
+    if pages % shards:
+        raise ConfigError(f"{pages} pages cannot be divided over a data axis of {shards}")
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    budget = config.step_token_budget or (buckets[0] + per_shard if on_cpu else _ACCELERATOR_BUDGET)
     return RunnerSizes(
-        shards, config.num_slots, max_len, page, columns, pages, buckets, rows, _context_blocks(config, mesh, max_len)
+        shards,
+        config.num_slots,
+        max_len,
+        page,
+        columns,
+        pages,
+        buckets,
+        rows,
+        budget,
+        _context_blocks(config, mesh, max_len),
     )
 
 
@@ -152,6 +172,7 @@ class StepRunner:
             lambda: jnp.zeros(self.sizes.num_slots, jnp.int32), out_shardings=NamedSharding(mesh, P())
         )
         self._state = DeviceState(kv_cache.allocate(self.cache_shape, mesh), make_tokens())
+        self._copy = compile_copies(mesh, self._state, self._put_copies(()))
         # Steps that hold collectives hang on the CPU backend when several are under way.
         self._wait_each_step = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
@@ -164,6 +185,7 @@ class StepRunner:
         """Compiles and runs every program once; returns the seconds each took."""
         programs = self._all_programs()
         seconds = {}
+        self._state = self._copy(self._state, self._put_copies(()))
         for done, program in enumerate(programs):
             if progress is not None:
                 progress(done, len(programs), program.name)
@@ -178,6 +200,8 @@ class StepRunner:
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; `fetch` waits for it."""
+        if plan.copies:
+            self._state = self._copy(self._state, self._put_copies(plan.copies))
         prefill = decode = None
         if plan.prefill:
             prefill, _ = self._run(plan.prefill, self._program(plan.prefill, 1, plan.prefill_bucket))
@@ -247,8 +271,22 @@ class StepRunner:
             jax.block_until_ready(sampled)
         return sampled, logits
 
+    def _put_copies(self, copies: Sequence[PageCopy]) -> PackedCopies:
+        """Sources and targets as `kv_cache.copy_pages` takes them; a step copies at most one page for each slot."""
+        s = self.sizes
+        per_shard = s.num_slots // s.num_shards
+        sources = np.zeros((s.num_shards, per_shard), np.int32)
+        targets = np.full((s.num_shards, per_shard), s.num_pages, np.int32)
+        used = [0] * s.num_shards
+        for copy in copies:
+            sources[copy.shard, used[copy.shard]] = copy.source
+            targets[copy.shard, used[copy.shard]] = copy.target
+            used[copy.shard] += 1
+        packed = PackedCopies(sources.reshape(-1), targets.reshape(-1))
+        return put(packed, NamedSharding(self.decoder.mesh, P(DATA)))
+
     def _put(self, rows: Sequence[PlanRow], shape: BatchShape) -> tuple:
-        return jax.device_put(pack_rows(rows, shape), NamedSharding(self.decoder.mesh, P(DATA, None)))
+        return put(pack_rows(rows, shape), NamedSharding(self.decoder.mesh, P(DATA, None)))
 
     def _collect(
         self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int, sampled: Sampled | None

@@ -95,6 +95,13 @@ class Scheduler:
         self._finish(sequence)
         self._aborted.append(RequestOutput(request_id, (), finish_reason=FinishReason.ABORTED))
 
+    def may_draft(self) -> bool:
+        """Whether rows are left for guesses beside those of the requests that generate."""
+        return any(
+            0 < sum(s.wants_decode for s in self._running if self._shard(s) is shard) < self.limits.num_rows
+            for shard in self.shards
+        )
+
     def draft_requests(self, num_tokens: int) -> list[DraftRequest]:
         """Requests whose next tokens may be guessed, up to `num_tokens` each, with pages for the guesses.
 

@@ -41,7 +41,7 @@ class ShardCache:
 
     def start(self, s: Sequence) -> None:
         """Takes what the cache has of the sequence's tokens; the rest is to be computed."""
-        assert not (s.pages or s.num_computed_tokens or s.num_pending)
+        assert s.num_computed_tokens == s.num_pending == len(s.pages) == 0
         pages = self.cached_pages(s)
         self.pool.share(pages)
         s.pages = list(pages)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from engine.config import DType, EngineConfig, ExpertSharding, WeightDType
+from engine.config import CacheDType, DType, EngineConfig, ExpertSharding, WeightDType
 from engine.errors import ConfigError
 from engine.request import MAX_LOGPROBS
 from serve_app.strict import StrictModel, complaints, suggestion
@@ -58,6 +58,27 @@ class EngineSection(StrictModel):
         default=256, description="Smallest context bucket of attention on an accelerator; they double from it."
     )
     page_size: Positive = Field(default=16, description="Positions of a cache page; divides 128.")
+    num_pages: Positive | None = Field(
+        default=None, description="Pages of the KV cache. Default: the whole context of every slot."
+    )
+    prefix_caching: bool = Field(
+        default=True, description="Keep what ended requests computed, for requests that begin with the same tokens."
+    )
+    step_token_budget: Positive | None = Field(
+        default=None,
+        description="Tokens of a step in which answers are being generated: less keeps their gaps short, more ends "
+        "prompts sooner. Default: on a CPU the smallest bucket, on an accelerator 512.",
+    )
+    priority_ageing_s: float = Field(
+        default=30.0, gt=0, description="Seconds of waiting that count as much as one step of a request's priority."
+    )
+    num_draft_tokens: int = Field(
+        default=0, ge=0, le=64, description="Tokens guessed ahead and verified in one step; 0: none. Changes no token."
+    )
+    ngram_min_len: Positive = Field(
+        default=2, description="Guess what followed the last occurrence of at least this many of the last tokens."
+    )
+    ngram_max_len: Positive = Field(default=4, description="The most last tokens whose recurrence is looked for.")
     max_queue_len: Positive = Field(default=256, description="Requests that may wait for a slot; one more gets a 503.")
     max_queued_tokens: Positive | None = Field(
         default=None, description="Prompt tokens that may wait. Default: no limit."
@@ -73,8 +94,9 @@ class EngineSection(StrictModel):
     expert_sharding: ExpertSharding = Field(
         default="width", description="Experts over the model axis: each divided by its width, or whole ones dealt out."
     )
-    cache_dtype: DType | None = Field(
-        default=None, description="Type of the KV cache. Default: that of the activations."
+    cache_dtype: CacheDType | None = Field(
+        default=None,
+        description="Type of the KV cache. Default: that of the activations. int8 has a scale for each token and head.",
     )
     batch_invariant: bool = Field(
         default=False, description="Same tokens whatever else runs; slower (every step computes all slots)."
