@@ -143,7 +143,7 @@ class EngineStats:
     """Prefill positions computed for nothing (bucket minus tokens)."""
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache instead of being computed."""
+    """Tokens found in the prefix cache instead of being computed."""
     num_preemptions: int = 0
     """Times a running request gave up its pages, to be computed again later."""
     num_draft_tokens: int = 0

@@ -51,7 +51,6 @@ class Scheduler:
         self._aborted: list[RequestOutput] = []
         self._sequence_ids = itertools.count()
         self.num_preemptions = 0
-        self.num_cached_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
@@ -64,6 +63,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens found in the prefix cache so far, instead of being computed."""
+        return sum(shard.num_cached_tokens for shard in self.shards)
 
     def has_work(self) -> bool:
         """Whether any request is queued, running or waiting to hear of its end."""

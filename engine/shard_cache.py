@@ -12,6 +12,8 @@ class ShardCache:
         self.shard = shard
         self.limits = limits
         self.pool = PagePool(limits.pages_per_shard)
+        self.num_cached_tokens = 0
+        """Tokens found in the cache so far, instead of being computed."""
         first = shard * limits.slots_per_shard
         self.free_slots = list(range(first + limits.slots_per_shard - 1, first - 1, -1))
 
@@ -55,8 +57,9 @@ class ShardCache:
         else:
             # A single token that is left is cheaper as a decode row.
             s.num_prefill_tokens = known - 1 if pages and s.num_computed_tokens == known - 1 else known
-        if not s.started and s.num_generated == 0:
+        if not s.num_generated:
             s.num_cached_tokens = s.num_computed_tokens
+        self.num_cached_tokens += s.num_computed_tokens
         s.started = True
 
     def provide(self, s: Sequence, start: int, end: int) -> list[PageCopy]:
