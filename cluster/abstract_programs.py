@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cluster.budget import abstract_params
-from engine.config import EngineConfig, ModelConfig
+from engine.config import CacheDType, EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.forward import FLOAT_COLUMNS, INT_COLUMNS, AbstractParams, BatchShape, DeviceState, compile_step
-from engine.kv_cache import CacheShape, KVCache, cache_sharding
+from engine.kv_cache import CacheShape
 from engine.models.decoder import Decoder
 from engine.runner import RunnerSizes, derive_sizes
 
@@ -94,18 +94,12 @@ def argument_bytes(shape: BatchShape, weights: int, cache_per_position: int, pag
     return weights + cache + 4 * (shape.num_slots + shape.rows_per_shard * row)
 
 
-def abstract_state(decoder: Decoder, sizes: RunnerSizes, cache_dtype: str) -> DeviceState:
+def abstract_state(decoder: Decoder, sizes: RunnerSizes, cache_dtype: CacheDType) -> DeviceState:
     """Cache and last tokens as shapes with shardings."""
-    s = CacheShape.of(decoder.config, decoder.mesh, sizes.num_pages, sizes.page_size, cache_dtype)
-    lead = (s.num_layers, s.num_pages, s.num_heads)
-    sharding = cache_sharding(decoder.mesh)
-    keys, values = (
-        jax.ShapeDtypeStruct((*lead, *rest), jnp.dtype(s.dtype), sharding=sharding)
-        for rest in [(s.head_size, s.page_size), (s.page_size, s.head_size)]
-    )
+    shape = CacheShape.of(decoder.config, decoder.mesh, sizes.num_pages, sizes.page_size, cache_dtype)
     everywhere = NamedSharding(decoder.mesh, P())
     tokens = jax.ShapeDtypeStruct((sizes.num_slots,), jnp.int32, sharding=everywhere)
-    return DeviceState(KVCache(keys, values), tokens)  # type: ignore[arg-type]
+    return DeviceState(shape.abstract(decoder.mesh), tokens)  # type: ignore[arg-type]
 
 
 def cut(config: ModelConfig, num_layers: int) -> ModelConfig:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.config import CacheDType
 from engine.forward import AbstractParams
 from engine.kv_cache import BLOCK_LEN, CacheShape
 from engine.models.decoder import Decoder
@@ -87,7 +88,7 @@ def weight_bytes(params: list[Param]) -> dict[str, int]:
     return dict(sorted(by_dtype.items(), key=lambda item: -item[1]))
 
 
-def cache_bytes_per_position(decoder: Decoder, dtype: str) -> int:
+def cache_bytes_per_position(decoder: Decoder, dtype: CacheDType) -> int:
     """Keys and values of one position of a slot, on each of the `m` devices that hold its data shard."""
     shape = CacheShape.of(decoder.config, decoder.mesh, num_pages=1, page_size=1, dtype=dtype)
     return shape.num_bytes // decoder.mesh.shape[MODEL]

@@ -22,7 +22,7 @@ import jax
 from cluster.plan_report import render
 from cluster.planner import PlanInput, make_plan
 from cluster.roofline import Accelerator
-from engine.config import DType, EngineConfig, ExpertSharding, WeightDType
+from engine.config import CacheDType, DType, EngineConfig, ExpertSharding, WeightDType
 from engine.devices import provide_cpu_devices
 from engine.errors import EngineError
 from engine.verify import parse_mesh
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory-fraction", type=_fraction, default=0.9, help="share of the memory that is taken; default: 0.9")
     add("--weight-dtype", choices=get_args(WeightDType), default="bfloat16")
     add("--activation-dtype", choices=get_args(DType), default="bfloat16")
-    add("--cache-dtype", choices=get_args(DType), help="default: that of the activations")
+    add("--cache-dtype", choices=get_args(CacheDType), help="default: that of the activations")
     add("--expert-sharding", choices=get_args(ExpertSharding), default="width")
     add("--context", type=int, metavar="TOKENS", help="positions of a slot; default: the model's")
     add("--slots", type=int, default=8, help="requests at once; default: 8")

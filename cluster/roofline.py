@@ -7,6 +7,7 @@ in seconds.
 from dataclasses import dataclass
 
 from cluster.budget import Param, cache_bytes_per_position
+from engine.config import CacheDType
 from engine.models.decoder import Decoder
 from engine.sharding import DATA, MODEL
 
@@ -50,7 +51,7 @@ class StepCosts:
     model_axis: int
 
     @classmethod
-    def of(cls, decoder: Decoder, params: list[Param], cache_dtype: str) -> "StepCosts":
+    def of(cls, decoder: Decoder, params: list[Param], cache_dtype: CacheDType) -> "StepCosts":
         """The costs of a decoder whose parameters are `params`."""
         c, moe = decoder.config, decoder.config.moe
         head = "embed/w" if c.tie_embeddings else "lm_head/w"

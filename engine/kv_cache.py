@@ -1,10 +1,10 @@
-"""The paged KV cache and attention over it. Nothing else knows how the cache is laid out.
+"""The paged KV cache: what is stored, written and copied. Only this file and the kernels know how it is laid out.
 
 Keys are stored `[L, P, K, N, S]` and values `[L, P, K, S, N]`: with the positions of a page minor for keys and major
 for values, both products of attention read them in the order that matrix units want.
 
-Letters: L layers, P pages of one data shard, S positions of a page, K stored KV heads, G query heads of a KV head,
-N head size, B sequences, T tokens of each, C pages of a page table row.
+Letters: L layers, P pages of one data shard, S positions of a page, K stored KV heads, N head size, B sequences,
+T tokens of each, C pages of a page table row, M page copies.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from engine.config import ModelConfig
+from engine.config import CacheDType, ModelConfig
 from engine.sharding import DATA, MODEL, num_cache_heads
 
 BLOCK_LEN = 128
@@ -27,20 +27,24 @@ BLOCK_LEN = 128
 NO_WINDOW = 2**30
 """A window that nothing lies outside of."""
 
-_CACHE_SPEC = Spec(None, DATA, MODEL, None, None)
-_MASKED = -1e30
+CACHE_SPEC = Spec(None, DATA, MODEL)
+"""The partition of every array of the cache: pages lie over `data`, heads over `model`."""
+
+_INT8_MAX = 127.0
 
 
 class KVCache(NamedTuple):
-    """The arrays of the cache; pages lie over `data`, heads over `model`."""
+    """The arrays of the cache. Everything in it is finite, whatever was computed: positions that are masked are
+    multiplied by zero, which would let one sequence's infinities into another."""
 
-    keys: Float[Array, "L P K N S"]
-    values: Float[Array, "L P K S N"]
+    keys: Num[Array, "L P K N S"]
+    values: Num[Array, "L P K S N"]
+    key_scales: Float[Array, "L P K S"] | None = None
+    """float32: a key is its int8 numbers times its scale. None where the cache is of floating point."""
+    value_scales: Float[Array, "L P K S"] | None = None
 
 
 class BatchLayout(NamedTuple):
-    """Where the tokens of a batch stand: B sequences of T tokens, each sequence on the data shard of its pages."""
-
     page_table: Int[Array, "B C"]
     """Pages of each sequence in order; ids count within the data shard."""
     positions: Int[Array, "B T"]
@@ -62,108 +66,127 @@ class CacheShape:
     num_heads: int
     head_size: int
     page_size: int
-    dtype: str
+    dtype: CacheDType
 
     @classmethod
-    def of(cls, config: ModelConfig, mesh: Mesh, num_pages: int, page_size: int, dtype: str) -> "CacheShape":
+    def of(cls, config: ModelConfig, mesh: Mesh, num_pages: int, page_size: int, dtype: CacheDType) -> "CacheShape":
         """The cache of `config` on `mesh`."""
         return cls(config.num_layers, num_pages, num_cache_heads(config, mesh), config.head_size, page_size, dtype)
 
+    def abstract(self, mesh: Mesh) -> KVCache:
+        """Every array as a `jax.ShapeDtypeStruct` with its sharding."""
+        array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, CACHE_SPEC))
+        lead, size, page = (self.num_layers, self.num_pages, self.num_heads), self.head_size, self.page_size
+        dtype = storage_dtype(self.dtype)
+        scales = array((*lead, page), jnp.float32) if dtype == jnp.int8 else None
+        arrays = (array((*lead, size, page), dtype), array((*lead, page, size), dtype), scales, scales)
+        return KVCache(*arrays)  # type: ignore[arg-type]
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values over all devices."""
-        per_page = self.num_layers * self.num_heads * self.head_size * self.page_size
-        return 2 * per_page * self.num_pages * np.dtype(jnp.dtype(self.dtype)).itemsize
+        """Bytes of keys, values and their scales over all devices."""
+        dtype = storage_dtype(self.dtype)
+        per_vector = self.head_size * dtype.itemsize + (4 if dtype == jnp.int8 else 0)
+        return 2 * self.num_layers * self.num_pages * self.num_heads * self.page_size * per_vector
 
 
-def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of both arrays of the cache."""
-    return NamedSharding(mesh, _CACHE_SPEC)
+def storage_dtype(name: CacheDType) -> np.dtype:
+    """The dtype of a cache's arrays of keys and values by its name in a config.
+
+    Types that XLA's CPU compiler has no arithmetic for are kept as their bits: it would widen the whole cache for each
+    write.
+    """
+    bits = {"bfloat16": np.uint16, "float8_e4m3": np.uint8}
+    return np.dtype(bits.get(name, name))
+
+
+def number_dtype(stored: np.dtype) -> np.dtype:
+    """The type of the numbers in a cache's arrays of keys and values."""
+    return np.dtype({"uint16": jnp.bfloat16, "uint8": jnp.float8_e4m3fn}.get(stored.name, stored))
+
+
+def numbers(stored: Num[Array, "..."]) -> Num[Array, "..."]:
+    """A part of a cache's keys or values as numbers. Of the whole this would be a copy."""
+    dtype = number_dtype(stored.dtype)
+    return stored if dtype == stored.dtype else jax.lax.bitcast_convert_type(stored, dtype)
 
 
 def allocate(shape: CacheShape, mesh: Mesh) -> KVCache:
     """A cache of zeros, made on its devices."""
-    s = shape
-    lead = (s.num_layers, s.num_pages, s.num_heads)
-    keys, values = (*lead, s.head_size, s.page_size), (*lead, s.page_size, s.head_size)
+    abstract = shape.abstract(mesh)
     make = jax.jit(
-        lambda: KVCache(jnp.zeros(keys, s.dtype), jnp.zeros(values, s.dtype)), out_shardings=cache_sharding(mesh)
+        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract),
+        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
     )
     return make()
 
 
-def write_and_attend(
-    q: Float[Array, "H N BT"],
-    k: Float[Array, "K N BT"],
-    v: Float[Array, "K N BT"],
-    cache: KVCache,
-    layer: int | Int[Array, ""],
-    window: int | Int[Array, ""] | None,
-    layout: BatchLayout,
-    num_blocks: Int[Array, ""] | int,
-    *,
-    mesh: Mesh,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Float[Array, "H N BT"], KVCache]:
-    """Stores keys and values of the batch's tokens, then lets each token attend to all it may see.
+def copy_pages(cache: KVCache, sources: Int[Array, " M"], targets: Int[Array, " M"], *, mesh: Mesh) -> KVCache:
+    """Copies whole pages, all layers of them: `sources[i]` to `targets[i]`, as if at once.
 
-    A token at position i sees positions j <= i, and with a window (the layer's or its sequence's, whichever is smaller)
-    only those with i - window < j. `num_blocks` blocks of `BLOCK_LEN` positions are enough for the longest sequence of
-    the batch; where they are counted at run time, those before every window are skipped, too. `scale` multiplies q·k,
-    `softcap` c turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a
-    page's first position.
+    Both hold as many ids for each data shard, one shard's after the other's; ids count within the shard. A target that
+    is no page of the shard is left out. No two targets of a shard may be the same. In place where the cache is donated.
     """
-    heads, rows = Spec(MODEL, None, DATA), Spec(DATA)
-    # A loop whose bounds are known costs an accelerator no round trip to the host for each turn.
-    static_blocks = num_blocks if isinstance(num_blocks, int) else None
 
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(heads, heads, heads, _CACHE_SPEC, Spec(), Spec(), rows, Spec()),
-        out_specs=(heads, _CACHE_SPEC),
+        in_specs=(CACHE_SPEC, Spec(DATA), Spec(DATA)),
+        out_specs=CACHE_SPEC,
         check_vma=False,
     )
-    def local(q, k, v, cache, layer, window, layout, num_blocks):  # type: ignore[no-untyped-def]
-        batch, num_tokens = layout.positions.shape
-        if num_tokens == 1:
-            cache = _write_tokens(k, v, cache, layer, layout)
-        else:
-            cache = _write_chunks(k, v, cache, layer, layout)
-        num_q_heads, size, _ = q.shape
-        num_kv_heads = k.shape[0]
-        q = q.reshape(num_kv_heads, num_q_heads // num_kv_heads, size, batch, num_tokens)
-        q = q.transpose(3, 0, 1, 4, 2) * jnp.asarray(scale, q.dtype)
-        windows = jnp.minimum(layout.windows, window)
-        blocks = (0, static_blocks) if static_blocks is not None else (_first_block(layout, windows), num_blocks)
-        out = _attend(q, cache, layer, windows, layout, blocks, softcap)
-        return out.transpose(1, 2, 4, 0, 3).reshape(num_q_heads, size, batch * num_tokens), cache
+    def local(cache: KVCache, sources: Array, targets: Array) -> KVCache:
+        num_layers, num_pages = cache.keys.shape[:2]
+        targets = jnp.where(targets < 0, num_pages, targets)
+        targets, sources = _not_alone(cache, targets, sources)
+        # Indexed by layer as well: with whole rows of layers moved, XLA would transpose the cache first.
+        layers = jnp.arange(num_layers)[:, None]
 
-    window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
-    return local(q, k, v, cache, jnp.asarray(layer, jnp.int32), window, layout, jnp.asarray(num_blocks, jnp.int32))
+        def copy(pages: Array) -> Array:
+            # Read before anything is written, and not within the kernel that writes.
+            moved = jax.lax.optimization_barrier(pages.at[layers, sources[None]].get(mode="clip"))
+            return pages.at[layers, targets[None]].set(moved, mode="drop")
+
+        return jax.tree.map(copy, cache)
+
+    return local(cache, sources, targets)
 
 
-def _first_block(layout: BatchLayout, windows: Int[Array, " B"]) -> Int[Array, ""]:
-    """The first block that any real token sees."""
-    first = jnp.where(layout.num_tokens > 0, layout.positions[:, 0] - windows + 1, NO_WINDOW)
-    return jnp.maximum(first.min(), 0) // BLOCK_LEN
+def write(
+    k: Float[Array, "K N BT"],
+    v: Float[Array, "K N BT"],
+    cache: KVCache,
+    layer: Int[Array, ""],
+    layout: BatchLayout,
+) -> KVCache:
+    """Stores keys and values of a batch's tokens, on one device of a mesh. Tokens are flattened sequence by sequence;
+    a chunk (T > 1) must start at a page's first position.
+
+    What lies outside the cache's type becomes its largest value, and what is no number zero.
+    """
+    return (_write_tokens if layout.positions.shape[1] == 1 else _write_chunks)(k, v, cache, layer, layout)
 
 
-def _write_tokens(k: Array, v: Array, cache: KVCache, layer: Int[Array, ""], layout: BatchLayout) -> KVCache:
+def _write_tokens(k: Array, v: Array, cache: KVCache, layer: Array, layout: BatchLayout) -> KVCache:
     """Stores one token of each sequence."""
     page_size = cache.keys.shape[-1]
     position = layout.positions[:, 0]
     page = jnp.take_along_axis(layout.page_table, (position // page_size)[:, None], axis=1)[:, 0]
     page = _drop_unless(layout.num_tokens > 0, page, cache)
     page, offset, k, v = _not_alone(cache, page, position % page_size, k.transpose(2, 0, 1), v.transpose(2, 0, 1))
+    keys, key_scales = _stored(k, cache, -1)
+    values, value_scales = _stored(v, cache, -1)
     return KVCache(
-        cache.keys.at[layer, page, :, :, offset].set(k.astype(cache.keys.dtype), mode="drop"),
-        cache.values.at[layer, page, :, offset, :].set(v.astype(cache.values.dtype), mode="drop"),
+        cache.keys.at[layer, page, :, :, offset].set(keys, mode="drop"),
+        cache.values.at[layer, page, :, offset, :].set(values, mode="drop"),
+        *(
+            None if pages is None else pages.at[layer, page, :, offset].set(scales, mode="drop")
+            for pages, scales in [(cache.key_scales, key_scales), (cache.value_scales, value_scales)]
+        ),
     )
 
 
-def _write_chunks(k: Array, v: Array, cache: KVCache, layer: Int[Array, ""], layout: BatchLayout) -> KVCache:
+def _write_chunks(k: Array, v: Array, cache: KVCache, layer: Array, layout: BatchLayout) -> KVCache:
     """Stores chunks page by page. What lies behind a chunk's last token in its last page is written over before it is
     seen."""
     batch, num_tokens = layout.positions.shape
@@ -178,10 +201,26 @@ def _write_chunks(k: Array, v: Array, cache: KVCache, layer: Int[Array, ""], lay
     k = k.reshape(heads, size, batch * num_pages, page_size).transpose(2, 0, 1, 3)
     v = v.reshape(heads, size, batch * num_pages, page_size).transpose(2, 0, 3, 1)
     pages, k, v = _not_alone(cache, pages, k, v)
-    return KVCache(
-        cache.keys.at[layer, pages].set(k.astype(cache.keys.dtype), mode="drop"),
-        cache.values.at[layer, pages].set(v.astype(cache.values.dtype), mode="drop"),
-    )
+    stored = (*_stored(k, cache, 2), *_stored(v, cache, 3))
+    keys, key_scales, values, value_scales = stored
+    new = KVCache(keys, values, key_scales, value_scales)
+    return jax.tree.map(lambda old, part: old.at[layer, pages].set(part, mode="drop"), cache, new)
+
+
+def _stored(x: Array, cache: KVCache, axis: int) -> tuple[Array, Array | None]:
+    """Keys or values as the cache holds them, and their scales; `axis` is that of the head."""
+    dtype = number_dtype(cache.keys.dtype)
+    x = x.astype(jnp.float32)
+    x = jnp.where(jnp.isnan(x), 0.0, x)
+    if dtype != jnp.int8:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest).astype(dtype)
+        return x if dtype == cache.keys.dtype else jax.lax.bitcast_convert_type(x, cache.keys.dtype), None
+    largest = float(jnp.finfo(jnp.float32).max)
+    x = jnp.clip(x, -largest, largest)
+    # Of a vector of zeros any scale is right, but its reciprocal must be finite.
+    scale = jnp.maximum(jnp.abs(x).max(axis), 1e-30) / _INT8_MAX
+    return jnp.round(x / jnp.expand_dims(scale, axis)).astype(jnp.int8), scale
 
 
 def _drop_unless(keep: Array, page: Array, cache: KVCache) -> Array:
@@ -198,56 +237,3 @@ def _not_alone(cache: KVCache, pages: Array, *others: Array) -> tuple[Array, ...
         return (pages, *others)
     nowhere = jnp.full_like(pages, cache.keys.shape[1])
     return (jnp.concatenate([pages, nowhere]), *(jnp.concatenate([a, a]) for a in others))
-
-
-def _attend(
-    q: Float[Array, "B K G T N"],
-    cache: KVCache,
-    layer: Int[Array, ""],
-    windows: Int[Array, " B"],
-    layout: BatchLayout,
-    blocks: tuple[Array | int, Array | int],
-    softcap: float | None,
-) -> Float[Array, "B K G T N"]:
-    """Softmax attention block by block with a running maximum (Milakov and Gimelshein, 2018), in float32.
-
-    A block that a token cannot see changes neither its maximum nor its sums: it adds exact zeros. So it is nothing to
-    the result which `blocks` (the first, and the one after the last) are read, as long as all that are seen are.
-    """
-    page_size = cache.keys.shape[-1]
-    pages_per_block = BLOCK_LEN // page_size
-    batch, heads, group, num_tokens, size = q.shape
-    # One flat batch axis: with several the CPU backend takes a path 2 times slower.
-    flat = batch * heads
-    q = q.reshape(flat, group * num_tokens, size)
-    dtype = jnp.promote_types(q.dtype, cache.keys.dtype)
-    q = q.astype(dtype)
-
-    def block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        maximum, total, out = carry
-        pages = jax.lax.dynamic_slice_in_dim(layout.page_table, index * pages_per_block, pages_per_block, axis=1)
-        keys = cache.keys[layer, pages].astype(dtype)  # [B, C, K, N, S]
-        values = cache.values[layer, pages].astype(dtype)  # [B, C, K, S, N]
-        keys = keys.transpose(0, 2, 3, 1, 4).reshape(flat, size, BLOCK_LEN)
-        values = values.transpose(0, 2, 1, 3, 4).reshape(flat, BLOCK_LEN, size)
-        scores = jnp.einsum("bmn,bns->bms", q, keys, preferred_element_type=jnp.float32)
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        position = index * BLOCK_LEN + jnp.arange(BLOCK_LEN)
-        behind = layout.positions[..., None] - position  # [B, T, BLOCK_LEN]
-        seen = (behind >= 0) & (behind < windows[:, None, None])
-        scores = scores.reshape(batch, heads, group, num_tokens, BLOCK_LEN)
-        seen = seen[:, None, None]
-        scores = jnp.where(seen, scores, _MASKED)
-        new_maximum = jnp.maximum(maximum, scores.max(-1))
-        rescale = jnp.exp(maximum - new_maximum)
-        weights = jnp.where(seen, jnp.exp(scores - new_maximum[..., None]), 0.0)
-        weights_flat = weights.reshape(flat, group * num_tokens, BLOCK_LEN).astype(dtype)
-        added = jnp.einsum("bms,bsn->bmn", weights_flat, values, preferred_element_type=jnp.float32)
-        added = added.reshape(batch, heads, group, num_tokens, size)
-        return new_maximum, total * rescale + weights.sum(-1), out * rescale[..., None] + added
-
-    shape = (batch, heads, group, num_tokens)
-    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, size)))
-    _, total, out = jax.lax.fori_loop(*blocks, block, start)
-    return (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from engine.attention import write_and_attend
 from engine.config import ExpertSharding, ModelConfig
-from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache, write_and_attend
+from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache
 from engine.models.layers import FeedForward, Linear, Norm, OfLayer, ParamDTypes, Rotation, rotate, rotation
 from engine.models.moe import MixtureOfExperts
 from engine.sharding import check_model_fits_mesh, num_cache_heads

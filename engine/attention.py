@@ -1,0 +1,71 @@
+"""Attention of a batch over the paged cache, sharded over a mesh.
+
+Letters: H query heads, K stored KV heads, G query heads of a KV head, N head size, B sequences, T tokens of each.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Float, Int
+
+from engine.kernels.blockwise_attention import blockwise_attention
+from engine.kv_cache import BLOCK_LEN, CACHE_SPEC, NO_WINDOW, BatchLayout, KVCache, write
+from engine.sharding import DATA, MODEL
+
+
+def write_and_attend(
+    q: Float[Array, "H N BT"],
+    k: Float[Array, "K N BT"],
+    v: Float[Array, "K N BT"],
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    window: int | Int[Array, ""] | None,
+    layout: BatchLayout,
+    num_blocks: Int[Array, ""] | int,
+    *,
+    mesh: Mesh,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Float[Array, "H N BT"], KVCache]:
+    """Stores keys and values of the batch's tokens, then lets each token attend to all it may see.
+
+    A token at position i sees positions j <= i, and with a window (the layer's or its sequence's, whichever is smaller)
+    only those with i - window < j. `num_blocks` blocks of `BLOCK_LEN` positions are enough for the longest sequence of
+    the batch; where they are counted at run time, those before every window are skipped, too. `scale` multiplies q·k,
+    `softcap` c turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a
+    page's first position.
+    """
+    heads, rows = Spec(MODEL, None, DATA), Spec(DATA)
+    # A loop whose bounds are known costs an accelerator no round trip to the host for each turn.
+    static_blocks = num_blocks if isinstance(num_blocks, int) else None
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, CACHE_SPEC, Spec(), Spec(), rows, Spec()),
+        out_specs=(heads, CACHE_SPEC),
+        check_vma=False,
+    )
+    def local(q, k, v, cache, layer, window, layout, num_blocks):  # type: ignore[no-untyped-def]
+        batch, num_tokens = layout.positions.shape
+        cache = write(k, v, cache, layer, layout)
+        num_q_heads, size, _ = q.shape
+        num_kv_heads = k.shape[0]
+        q = q.reshape(num_kv_heads, num_q_heads // num_kv_heads, size, batch, num_tokens)
+        q = q.transpose(3, 0, 1, 4, 2) * jnp.asarray(scale, q.dtype)
+        windows = jnp.minimum(layout.windows, window)
+        blocks = (0, static_blocks) if static_blocks is not None else (_first_block(layout, windows), num_blocks)
+        out = blockwise_attention(q, cache, layer, windows, layout, blocks, softcap)
+        return out.transpose(1, 2, 4, 0, 3).reshape(num_q_heads, size, batch * num_tokens), cache
+
+    window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
+    return local(q, k, v, cache, jnp.asarray(layer, jnp.int32), window, layout, jnp.asarray(num_blocks, jnp.int32))
+
+
+def _first_block(layout: BatchLayout, windows: Int[Array, " B"]) -> Int[Array, ""]:
+    """The first block that any real token sees."""
+    first = jnp.where(layout.num_tokens > 0, layout.positions[:, 0] - windows + 1, NO_WINDOW)
+    return jnp.maximum(first.min(), 0) // BLOCK_LEN
