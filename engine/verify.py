@@ -1,10 +1,12 @@
 """Compares a model with logits and greedy tokens that another implementation computed: for anyone who converts weights.
 
     python -m engine.verify MODEL REFERENCE.npz --mesh 1x8
+    python -m engine.verify MODEL REFERENCE.npz --prefix full_ --window full
 
 MODEL is a source as `engine.weights.source` reads it. The file holds, for prompt j, `prompt{j}` [T] and, each behind an
 optional prefix, `logits{j}` [T, V] (one full forward pass), `greedy{j}` [N] (end-of-sequence ignored) and
-`continued_logits{j}` [N + 1, V] (after the prompt and after each greedy token).
+`continued_logits{j}` [N + 1, V] (after the prompt and after each greedy token). --window replaces the model's own
+sliding windows: N positions in every layer, or full, none in any.
 
 Everything runs on the serving path: prompts prefilled in chunks, all sequences decoded together from the paged cache.
 Exits 0 where every logit is within the tolerance and every greedy token agrees, 1 where not, 2 where the input is
@@ -15,9 +17,8 @@ import argparse
 import math
 import re
 import sys
-import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,9 @@ from jaxtyping import Float
 from engine.config import EngineConfig, ModelConfig
 from engine.devices import provide_cpu_devices
 from engine.engine import Engine, build_engine
-from engine.errors import CheckpointError, ConfigError, EngineError
-from engine.models.decoder import Decoder
+from engine.errors import EngineError
+from engine.models.decoder import Decoder, Params
+from engine.references import PromptReference, check_references, load_references
 from engine.request import Request, SamplingParams
 from engine.sharding import DATA, make_mesh, param_sharding
 from engine.teacher_forcing import ForcedSequence, forced_logits
@@ -35,16 +37,6 @@ from engine.weights.load import load_config, load_params
 from engine.weights.source import resolve_source
 
 _PAGE_SIZE, _LARGEST_BUCKET = 16, 128
-
-
-@dataclass(frozen=True)
-class PromptReference:
-    """What another implementation computed for one prompt."""
-
-    prompt: tuple[int, ...]
-    logits: Float[np.ndarray, "T V"]
-    greedy: tuple[int, ...]
-    continued_logits: Float[np.ndarray, "N+1 V"]
 
 
 @dataclass(frozen=True)
@@ -65,67 +57,6 @@ class Comparison:
         """Whether all logits are within the tolerance and all greedy tokens agree."""
         within = self.prefill_error <= tolerance and self.decode_error <= tolerance
         return within and self.num_agreeing == self.num_greedy
-
-
-def load_references(path: Path, prefix: str = "") -> list[PromptReference]:
-    """Every prompt of a reference file. Raises `CheckpointError` naming an array that is missing or mis-shaped."""
-    try:
-        # Opened here: numpy leaves the file open where it is damaged.
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: damaged, or not an .npz file of plain arrays") from error
-    prompts = sorted(int(match[1]) for name in arrays if (match := re.fullmatch(r"prompt(\d+)", name)))
-    if not prompts:
-        raise CheckpointError(f"{path}: no array prompt0; expected prompt<j> for each prompt")
-    return [_reference(path, prefix, j, arrays) for j in prompts]
-
-
-def _reference(path: Path, prefix: str, j: int, arrays: dict[str, np.ndarray]) -> PromptReference:
-    def array(name: str, kind: type, *shape: int | None) -> np.ndarray:
-        if name not in arrays:
-            raise CheckpointError(f"{path}: no array {name}; expected it beside prompt{j} (see --prefix)")
-        found = arrays[name]
-        fits = found.ndim == len(shape) and all(s in (None, n) for s, n in zip(shape, found.shape, strict=True))
-        if not fits or not np.issubdtype(found.dtype, kind):
-            expected = ", ".join("any" if s is None else str(s) for s in shape)
-            raise CheckpointError(
-                f"{path}: {name} is {found.dtype} of shape {list(found.shape)}; expected {kind.__name__} [{expected}]"
-            )
-        return found
-
-    prompt = array(f"prompt{j}", np.integer, None)
-    if not prompt.size:
-        raise CheckpointError(f"{path}: prompt{j} is empty")
-    logits = array(f"{prefix}logits{j}", np.floating, len(prompt), None)
-    greedy = array(f"{prefix}greedy{j}", np.integer, None)
-    if not greedy.size:
-        raise CheckpointError(f"{path}: {prefix}greedy{j} is empty")
-    continued = array(f"{prefix}continued_logits{j}", np.floating, len(greedy) + 1, logits.shape[1])
-    return PromptReference(tuple(prompt.tolist()), logits, tuple(greedy.tolist()), continued)
-
-
-def check_references(references: Sequence[PromptReference], config: ModelConfig) -> None:
-    """Raises `ConfigError` where the file is of another model: another vocabulary, or contexts it was not made for."""
-    for j, reference in enumerate(references):
-        size = reference.logits.shape[1]
-        if size != config.vocab_size:
-            raise ConfigError(
-                f"the reference has {size} logits a position; the vocabulary has {config.vocab_size} tokens"
-            )
-        outside = [t for t in reference.prompt + reference.greedy if not 0 <= t < size]
-        if outside:
-            raise ConfigError(
-                f"prompt {j} or its continuation holds token {outside[0]}, outside the vocabulary [0, {size})"
-            )
-        length = len(reference.prompt) + len(reference.greedy)
-        if length > config.max_position_embeddings:
-            raise ConfigError(
-                f"prompt {j} of the reference is {length} tokens with its continuation; the model was trained for "
-                f"{config.max_position_embeddings} positions"
-            )
 
 
 def engine_config(references: Sequence[PromptReference], num_shards: int, dtype: str) -> EngineConfig:
@@ -197,21 +128,55 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _parse_tolerance(text: str) -> float:
+def parse_tolerance(text: str) -> float:
+    """A finite number of at least 0. Raises `argparse.ArgumentTypeError`."""
     value = float(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a finite number of at least 0")
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m engine.verify", description=(__doc__ or "").partition("\n")[0])
+def parse_window(text: str) -> tuple[int | None]:
+    """The window of "N" or "full", as a tuple of one, so that None can stand for "not given". Raises
+    `argparse.ArgumentTypeError`."""
+    if text == "full":
+        return (None,)
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of positions of at least 1, or full")
+    return (int(text),)
+
+
+def with_window(config: ModelConfig, window: tuple[int | None] | None) -> ModelConfig:
+    """The model with this window in every layer; None: as it is."""
+    if window is None:
+        return config
+    return replace(config, layer_windows=None if window[0] is None else window * config.num_layers)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `load_decoder` and the reading of references need."""
     parser.add_argument("model", metavar="MODEL", help="path, package:<package>/<file> or hf:<org>/<name>[@<revision>]")
     parser.add_argument("reference", metavar="REFERENCE.npz", type=Path)
     parser.add_argument("--mesh", metavar="DATAxMODEL", type=parse_mesh, default=(1, 1))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="weights and activations")
-    parser.add_argument("--tolerance", type=_parse_tolerance, default=1e-3, help="largest difference of a logit")
     parser.add_argument("--prefix", default="", help="stands before the names of all arrays but the prompts")
+    parser.add_argument(
+        "--window", metavar="N|full", type=parse_window, help="instead of the model's own; full: no window in any layer"
+    )
+
+
+def load_decoder(path: Path, config: ModelConfig, mesh_shape: tuple[int, int], dtype: str) -> tuple[Decoder, Params]:
+    """A model on a (data, model) mesh. Raises `EngineError`."""
+    provide_cpu_devices(mesh_shape[0] * mesh_shape[1])
+    mesh = make_mesh(*mesh_shape)
+    decoder = Decoder(config, mesh, dtype, dtype)
+    return decoder, load_params(path, config, decoder.abstract_params(), lambda p, s: param_sharding(p, s, mesh))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m engine.verify", description=(__doc__ or "").partition("\n")[0])
+    add_model_arguments(parser)
+    parser.add_argument("--tolerance", type=parse_tolerance, default=1e-3, help="largest difference of a logit")
     return parser
 
 
@@ -219,13 +184,10 @@ def verify(args: argparse.Namespace) -> bool:
     """Loads, compares and reports on stdout. Raises `EngineError` where the input is unusable."""
     references = load_references(args.reference, args.prefix)
     path = resolve_source(args.model)
-    model = load_config(path)
+    model = with_window(load_config(path), args.window)
     check_references(references, model)
-    provide_cpu_devices(args.mesh[0] * args.mesh[1])
-    mesh = make_mesh(*args.mesh)
-    decoder = Decoder(model, mesh, args.dtype, args.dtype)
-    config = engine_config(references, mesh.shape[DATA], args.dtype)
-    params = load_params(path, model, decoder.abstract_params(), lambda p, s: param_sharding(p, s, mesh))
+    decoder, params = load_decoder(path, model, args.mesh, args.dtype)
+    config = engine_config(references, decoder.mesh.shape[DATA], args.dtype)
     comparisons = compare(build_engine(decoder, params, config), references)
     chunks = ", ".join(map(str, config.prefill_buckets))
     _report(f"{len(references)} prompts on mesh {args.mesh[0]}x{args.mesh[1]}, prefilled in chunks of {chunks}")

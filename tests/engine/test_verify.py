@@ -1,10 +1,13 @@
+import argparse
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engine.errors import CheckpointError, ConfigError
-from engine.verify import PromptReference, check_references, compare, engine_config, load_references, main
+from engine.references import PromptReference, check_references, load_references
+from engine.verify import compare, engine_config, main, parse_window, with_window
 
 from .oracle import full_logits
 from .tiny_models import LLAMA, random_params
@@ -29,6 +32,37 @@ def test_reference_models_agree_on_every_mesh(reference_data, capsys, family, me
     assert status == 0, out
     assert out.count("24 of 24 greedy tokens agree") == 3
     assert "prefilled in chunks of 32" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        (["--prefix", "window_"], "1x1"),
+        pytest.param(["--prefix", "window_"], "2x4", marks=pytest.mark.slow),
+        pytest.param(["--prefix", "window_"], "8x1", marks=pytest.mark.slow),
+        (["--prefix", "full_", "--window", "full"], "1x1"),
+        pytest.param(["--prefix", "full_", "--window", "full"], "2x4", marks=pytest.mark.slow),
+    ],
+)
+def test_pi05_agrees_with_and_without_its_window(reference_data, capsys, options, mesh):
+    model = reference_data / "hf" / "pi05-tiny"
+    status = main([str(model), str(model / "reference.npz"), "--mesh", mesh, *options])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert out.count("64 of 64 greedy tokens agree") == 2
+
+
+def test_a_window_replaces_that_of_every_layer():
+    windowed = replace(LLAMA, layer_windows=(7, None))
+    assert with_window(windowed, None) is windowed
+    assert with_window(windowed, parse_window("full")).layer_windows is None
+    assert with_window(windowed, parse_window("16")).layer_windows == (16, 16)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "none", "", "+4", "1234567890"])
+def test_a_window_that_is_none_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a number of positions of at least 1, or full"):
+        parse_window(text)
 
 
 def reference(length=21, num_greedy=5):
