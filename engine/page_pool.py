@@ -107,7 +107,7 @@ class PagePool:
             self._pages[key] = page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Lets go of pages. Of those without holder the last named is used again first.
+        """Lets go of pages. Of those that stay cached the last named is used again first.
 
         Raises `ValueError` for a page that is not held, before any is let go of.
         """

@@ -45,7 +45,7 @@ class Scheduler:
         self.limits = limits
         self._clock = clock
         self.shards = [ShardCache(shard, limits) for shard in range(limits.num_shards)]
-        self._waiting = WaitingQueue(limits.priority_ageing_s)
+        self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._aborted: list[RequestOutput] = []
@@ -83,7 +83,7 @@ class Scheduler:
             raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")
         check_request(request, self.limits)
         now = self._clock()
-        sequence = Sequence(next(self._sequence_ids), request, list(request.prompt_token_ids), now)
+        sequence = Sequence(next(self._sequence_ids), request, list(request.prompt_token_ids))
         sequence.rank = (request.priority + now / self.limits.priority_ageing_s, sequence.sequence_id)
         check_pages(sequence, self.shards[0])
         check_queue(request, self._waiting, self.limits)
@@ -102,8 +102,7 @@ class Scheduler:
     def may_draft(self) -> bool:
         """Whether rows are left for guesses beside those of the requests that generate."""
         return any(
-            0 < sum(s.wants_decode for s in self._running if self._shard(s) is shard) < self.limits.num_rows
-            for shard in self.shards
+            0 < sum(s.wants_decode for s in self._running_on(shard)) < self.limits.num_rows for shard in self.shards
         )
 
     def draft_requests(self, num_tokens: int) -> list[DraftRequest]:
@@ -114,17 +113,15 @@ class Scheduler:
         """
         requests = []
         for shard in self.shards:
-            decoding = [s for s in self._running if self._shard(s) is shard and s.wants_decode]
+            decoding = [s for s in self._running_on(shard) if s.wants_decode]
             num_spare = self.limits.num_rows - len(decoding)
             ready = [s for s in decoding if not s.num_pending and s.num_computed_tokens == s.num_tokens - 1]
             for index, s in enumerate(sorted(ready, key=lambda s: s.rank)):
                 # The last token that may be generated need not be guessed: verifying finds it.
                 left = s.request.params.max_tokens - s.num_generated - 1
                 count = min(num_tokens, left, num_spare // (len(ready) - index))
-                # Guesses preempt nobody: pages that others may need for their next token are left to them.
-                if count < 1 or shard.pool.num_available < len(decoding) + self.limits.num_pages_of(count):
+                if count < 1 or not self._provide_for_guesses(s, count):
                     continue
-                shard.provide(s, s.num_tokens, s.num_tokens + count)
                 num_spare -= count
                 assert s.slot is not None
                 requests.append(
@@ -210,15 +207,16 @@ class Scheduler:
         assert len(self._sequences) == len(self._running) + len(self._waiting)
 
     def _admit(self) -> None:
-        while (s := self._waiting.next(self._clock())) is not None and not s.num_pending:
+        while (s := self._waiting.next()) is not None and not s.num_pending:
             shard = self._choose_shard(s)
             if shard is None:
                 # Nobody overtakes: a large request would wait for ever behind small ones.
                 return
             self._waiting.remove(s)
-            if not s.num_generated:
+            if not s.charged:
                 # At once, so that a tenant's next request is compared by what this one will cost.
                 self._waiting.charge(s.request.tenant, s.num_prompt_tokens)
+                s.charged = True
             s.slot = shard.free_slots.pop()
             self._running.append(s)
 
@@ -228,30 +226,44 @@ class Scheduler:
         for shard in self.shards:
             if not shard.free_slots:
                 continue
-            cached = shard.cached_pages(s)
-            held = sum(shard.pool.num_holders(page) > 0 for page in cached)
-            promised = sum(
-                max(0, shard.num_pages_needed(r, r.num_tokens) - len(r.pages))
-                for r in self._running
-                if self._shard(r) is shard
-            )
-            if shard.num_pages_needed(s, s.num_tokens) - held > shard.pool.num_available - promised:
+            if shard.num_pages_to_start(s) > self._num_unpromised(shard):
                 continue
-            order = len(cached), len(shard.free_slots)
+            order = len(shard.cached_pages(s)), len(shard.free_slots)
             if order > best_order:
                 best, best_order = shard, order
         return best
 
+    def _num_unpromised(self, shard: ShardCache) -> int:
+        """Pages available beyond what those running need next."""
+        return shard.pool.num_available - sum(map(shard.num_pages_wanting, self._running_on(shard)))
+
+    def _provide_for_guesses(self, s: Sequence, count: int) -> bool:
+        """Gives `s` pages for that many tokens more, where nobody will be preempted for want of them."""
+        shard, num_pages_of = self._shard(s), self.limits.num_pages_of
+        # The page of its next token is promised in any case.
+        num_more = num_pages_of(s.num_tokens + count) - max(len(s.pages), num_pages_of(s.num_tokens + 1))
+        if num_more > self._num_unpromised(shard):
+            return False
+        copies = shard.provide(s, s.num_tokens, s.num_tokens + count)
+        assert not copies, "a page behind the known tokens was shared"
+        return True
+
     def _preempt_for(self, s: Sequence) -> bool:
         """Takes slot and pages from the last-ranked on the shard of `s`, to be computed again later; false where that
-        is `s` itself."""
+        is `s` itself. Pages given for guesses and not needed so far are taken first."""
         shard = self._shard(s)
-        victim = max((r for r in self._running if self._shard(r) is shard), key=lambda r: r.rank)
+        running = self._running_on(shard)
+        if sum(map(shard.give_back_unused, running)):
+            return True
+        victim = max(running, key=lambda r: r.rank)
         shard.vacate(victim)
         self._running.remove(victim)
         self._waiting.add(victim)
         self.num_preemptions += 1
         return victim is not s
+
+    def _running_on(self, shard: ShardCache) -> list[Sequence]:
+        return [r for r in self._running if self._shard(r) is shard]
 
     def _shard(self, s: Sequence) -> ShardCache:
         assert s.slot is not None
@@ -286,7 +298,7 @@ class Scheduler:
             tuple(t.token_id for t in tokens),
             reports or None,
             reason,
-            s.num_cached_tokens,
+            s.num_cached_tokens or 0,
         )
 
     def _end_reason(self, s: Sequence, token_id: int) -> FinishReason | None:

@@ -64,7 +64,6 @@ class Sequence:
     request: Request
     token_ids: list[int]
     """Prompt and generated tokens that the host has seen."""
-    arrival_s: float = 0.0
     rank: tuple[float, int] = (0.0, 0)
     """Priority with ageing, then arrival: the lower goes first, and the highest is preempted first."""
     num_prefill_tokens: int = 0
@@ -75,8 +74,10 @@ class Sequence:
     """Tokens sampled by steps under way."""
     num_drafted: int = 0
     """Guesses being verified by a step under way; until it is known what came of them nothing else is planned."""
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at the first admission."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache when it first started; None before."""
+    charged: bool = False
+    """Whether its prompt has been counted to its tenant: once, however often it is preempted."""
     slot: int | None = None
     started: bool = False
     """Whether cached pages have been looked for since it got its slot."""
@@ -114,7 +115,8 @@ class Sequence:
     def wants_decode(self) -> bool:
         """Whether the prompt is computed and another token may be wanted."""
         return (
-            not self.wants_prefill
+            self.started
+            and not self.wants_prefill
             and not self.num_drafted
             and self.num_computed_tokens < self.num_tokens
             and self.num_generated < self.request.params.max_tokens

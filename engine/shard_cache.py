@@ -27,6 +27,26 @@ class ShardCache:
         chunk = max(limits.prefill_buckets[-1], limits.num_rows)
         return min(pages, limits.num_pages_of(window + chunk) + 1)
 
+    def num_pages_to_start(self, s: Sequence) -> int:
+        """Pages that a waiting sequence takes from those available: for its tokens and one more, without pages that
+        others hold already."""
+        cached = self.cached_pages(s)
+        # The page of the last token, which is computed in any case, would be copied.
+        first, end = self._num_left(s, len(cached) * self.limits.page_size), (s.num_tokens - 1) // self.limits.page_size
+        num_held = sum(self.pool.num_holders(page) > 0 for page in cached[first:end])
+        return self.num_pages_needed(s, s.num_tokens + 1) - num_held
+
+    def num_pages_wanting(self, s: Sequence) -> int:
+        """Pages that a running sequence will take from those available for its tokens and one more."""
+        num_tokens, size = s.num_tokens + 1, self.limits.page_size
+        num_held = sum(page is not None for page in s.pages)
+        missing = min(
+            self.limits.num_pages_of(num_tokens) - len(s.pages), self.num_pages_needed(s, num_tokens) - num_held
+        )
+        index = s.num_computed_tokens // size
+        page = s.pages[index] if index < len(s.pages) else None
+        return max(0, missing) + (page is not None and not self.pool.is_writable(page))
+
     def window(self, s: Sequence) -> int | None:
         """Positions back from which nothing is read any more; None: everything is."""
         windows = [w for w in (s.request.window, self.limits.window) if w is not None]
@@ -45,19 +65,20 @@ class ShardCache:
         """Takes what the cache has of the sequence's tokens; the rest is to be computed."""
         assert s.num_computed_tokens == s.num_pending == len(s.pages) == 0
         pages = self.cached_pages(s)
-        self.pool.share(pages)
-        s.pages = list(pages)
-        s.page_ids = tuple(pages)
-        s.num_registered = len(pages)
         known = len(s.token_ids)
         # The last token is computed in any case: what comes after it is not in the cache.
         s.num_computed_tokens = min(len(pages) * self.limits.page_size, known - 1)
+        s.num_left = self._num_left(s, s.num_computed_tokens)
+        self.pool.share(pages[s.num_left :])
+        s.pages = [None] * s.num_left + pages[s.num_left :]
+        s.num_registered = len(pages)
+        self._renew_ids(s)
         if self.limits.exact:
             s.num_prefill_tokens = s.num_prompt_tokens
         else:
             # A single token that is left is cheaper as a decode row.
             s.num_prefill_tokens = known - 1 if pages and s.num_computed_tokens == known - 1 else known
-        if not s.num_generated:
+        if s.num_cached_tokens is None:
             s.num_cached_tokens = s.num_computed_tokens
         self.num_cached_tokens += s.num_computed_tokens
         s.started = True
@@ -103,11 +124,7 @@ class ShardCache:
 
     def leave_window(self, s: Sequence) -> None:
         """Lets go of pages that no later token of the sequence sees."""
-        window = self.window(s)
-        if window is None:
-            return
-        # The next token to be computed sees positions above its own minus the window.
-        num_left = max(0, s.num_computed_tokens - window + 1) // self.limits.page_size
+        num_left = self._num_left(s, s.num_computed_tokens)
         if num_left <= s.num_left:
             return
         left = range(s.num_left, num_left)
@@ -127,9 +144,28 @@ class ShardCache:
         s.num_computed_tokens = s.num_prefill_tokens = 0
         s.started = False
 
+    def give_back_unused(self, s: Sequence) -> int:
+        """Lets go of pages that were provided for guesses and have not been needed; returns their number."""
+        if s.num_drafted:
+            return 0
+        unused = s.pages[self.limits.num_pages_of(s.num_tokens) :]
+        if unused:
+            self.pool.release([page for page in unused if page is not None])
+            del s.pages[-len(unused) :]
+            self._renew_ids(s)
+        return len(unused)
+
     def num_unused_positions(self, s: Sequence) -> int:
         """Positions of the sequence's pages that hold no token."""
         return max(0, len(s.pages) * self.limits.page_size - s.num_computed_tokens)
+
+    def _num_left(self, s: Sequence, num_computed_tokens: int) -> int:
+        """Leading pages that no token after those computed sees."""
+        window = self.window(s)
+        if window is None:
+            return 0
+        # The next token to be computed sees positions above its own minus the window.
+        return max(0, num_computed_tokens - window + 1) // self.limits.page_size
 
     def _num_unusable(self, s: Sequence, num_pages: int) -> int:
         """How many of the leading pages found must be left, so that every token is computed as it would be alone."""

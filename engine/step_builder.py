@@ -76,7 +76,9 @@ class StepBuilder:
         end = start + min(bucket, num_left)
         if not self._provide(s, start, end):
             return
-        self._bucket = bucket
+        if not self._bucket:
+            self._bucket = bucket
+            self._limit_spare_rows()
         samples = end == s.num_tokens
         self._prefill[self._shard(s).shard] = self._row(s, start, tuple(s.token_ids[start:end]), end - start, samples)
         self.prefilled.append(s)
@@ -87,12 +89,15 @@ class StepBuilder:
         shard = self._shard(s).shard
         start, spare = s.num_computed_tokens, self._num_spare[shard]
         end = min(s.num_tokens, start + 1 + spare)
+        if not self._provide(s, start, end):
+            return
         drafts: tuple[int, ...] = ()
         if end == s.num_tokens and not s.num_pending:
             num_left = s.request.params.max_tokens - s.num_generated - 1
-            drafts = self._drafts.get(s.sequence_id, ())[: max(0, min(start + 1 + spare - end, num_left))]
-        if not self._provide(s, start, end + len(drafts)):
-            return
+            # Guesses take no pages here, which others may need.
+            num_positions = len(s.pages) * self._limits.page_size - end
+            most = min(start + 1 + spare - end, num_left, num_positions)
+            drafts = self._drafts.get(s.sequence_id, ())[: max(0, most)]
         last = s.num_tokens - 1
         for position in range(start, end):
             self._decode.append(
@@ -130,6 +135,19 @@ class StepBuilder:
             else:
                 return True
 
+    def _num_rows_planned(self) -> int:
+        """Rows of the fullest shard that are planned or will be."""
+        return self._limits.num_rows - min(self._num_spare)
+
+    def _limit_spare_rows(self) -> None:
+        """Leaves to guesses, and to those that catch up, what the chunk leaves of the budget."""
+        if self._limits.step_token_budget is not None:
+            most = max(0, self._limits.step_token_budget - self._bucket)
+            num_used = [self._limits.num_rows - spare for spare in self._num_spare]
+            self._num_spare = [
+                min(spare, max(0, most - used)) for spare, used in zip(self._num_spare, num_used, strict=True)
+            ]
+
     def _choose_bucket(self, num_left: int) -> int:
         """The chunk length for a sequence with that many tokens left.
 
@@ -139,7 +157,7 @@ class StepBuilder:
         if limits.exact:
             return limits.prefill_buckets[-1]
         allowed = limits.prefill_buckets
-        num_rows = max(self._num_decoding)
+        num_rows = self._num_rows_planned()
         if limits.step_token_budget is not None and num_rows:
             room = limits.step_token_budget - num_rows
             allowed = tuple(b for b in allowed if b <= room) or allowed[:1]

@@ -1,11 +1,13 @@
 """Which waiting request comes next: by priority with ageing, then by fair shares of the tenants, then by arrival.
 
+The priority served next is that of the request with the lowest rank (see `Sequence.rank`): ageing decides between
+priorities, not between tenants, or whoever has much waiting for long would be served before all others.
+
 Shares are kept by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): the
-tenant that has been served the fewest tokens goes first, and one that comes back from idleness starts level with the
-others, not with what it saved up.
+tenant that has been served the fewest tokens goes first. One that comes back from idleness starts at least level with
+the others, not with what it saved up, and keeps what it owes.
 """
 
-import math
 from collections.abc import Iterator
 
 from engine.sequence import Sequence
@@ -14,12 +16,10 @@ from engine.sequence import Sequence
 class WaitingQueue:
     """The sequences without a slot."""
 
-    def __init__(self, ageing_s: float) -> None:
-        """`ageing_s`: seconds of waiting that count as much as one step of priority."""
-        self._ageing_s = ageing_s
+    def __init__(self) -> None:
         self._sequences: dict[int, Sequence] = {}
         self._served: dict[str | None, float] = {}
-        """Tokens served to each tenant that has anything waiting or running."""
+        """Tokens served to each tenant that has anything waiting or running, or has been served more than those."""
         self._num_active: dict[str | None, int] = {}
         self.num_queued_tokens = 0
         """Prompt tokens of all that waits."""
@@ -32,15 +32,23 @@ class WaitingQueue:
 
     def enter(self, tenant: str | None) -> None:
         """A request of the tenant has come."""
-        if tenant not in self._served:
-            self._served[tenant] = min(self._served.values(), default=0.0)
+        if tenant not in self._num_active:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served())
         self._num_active[tenant] = self._num_active.get(tenant, 0) + 1
 
     def leave(self, tenant: str | None) -> None:
         """A request of the tenant has ended."""
         self._num_active[tenant] -= 1
-        if not self._num_active[tenant]:
-            del self._num_active[tenant], self._served[tenant]
+        if self._num_active[tenant]:
+            return
+        del self._num_active[tenant]
+        # Who owes nothing to those that are there would start level with them; without anybody there, nobody owes.
+        least = self._least_served()
+        self._served = {
+            t: served
+            for t, served in self._served.items()
+            if t in self._num_active or (self._num_active and served > least)
+        }
 
     def charge(self, tenant: str | None, num_tokens: int) -> None:
         """Counts tokens served to a tenant."""
@@ -56,11 +64,14 @@ class WaitingQueue:
         del self._sequences[sequence.sequence_id]
         self.num_queued_tokens -= sequence.num_prompt_tokens
 
-    def next(self, now_s: float) -> Sequence | None:
+    def next(self) -> Sequence | None:
         """The sequence to be admitted next; it stays in the queue."""
-        return min(self._sequences.values(), key=lambda s: self._order(s, now_s), default=None)
+        if not self._sequences:
+            return None
+        priority = min(self, key=lambda s: s.rank).request.priority
+        equals = (s for s in self if s.request.priority == priority)
+        # A request that was preempted goes on before new ones of its tenant: it came before them.
+        return min(equals, key=lambda s: (self._served[s.request.tenant], s.rank))
 
-    def _order(self, s: Sequence, now_s: float) -> tuple[int, float, tuple[float, int]]:
-        aged = math.floor(s.request.priority - (now_s - s.arrival_s) / self._ageing_s)
-        # A request of its own class that was preempted goes on before new ones of its tenant: it came before them.
-        return aged, self._served[s.request.tenant], s.rank
+    def _least_served(self) -> float:
+        return min((self._served[tenant] for tenant in self._num_active), default=0.0)
