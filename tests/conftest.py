@@ -7,7 +7,15 @@ import jax
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("engine.forward", "engine.kv_cache", "engine.models", "engine.sampling", "engine.sharding")
+CHECKED = (
+    "engine.attention",
+    "engine.forward",
+    "engine.kernels",
+    "engine.kv_cache",
+    "engine.models",
+    "engine.sampling",
+    "engine.sharding",
+)
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiling is most of what the tests do; what a program is decides whether a kept one is used.
