@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         file = load_file(options.config)
         _check_model(file)
+        file.application.args.auth.resolved()
     except EngineError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -33,11 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_model(file: ServeFile) -> None:
-    """Raises where the model's or the tokenizer's files are not there."""
+    """Raises where the files of the model, the draft model or the tokenizer are not there."""
     from engine.weights.source import resolve_source
 
     model = file.application.args.model
-    for source in filter(None, (model.source, model.tokenizer)):
+    for source in filter(None, (model.source, model.draft_source, model.tokenizer)):
         resolve_source(source)
 
 
@@ -45,7 +46,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m serve_app", description=__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/app.yaml"), help="the config file")
     parser.add_argument("--address", help="a running Ray cluster ('auto' finds it); default: start one on this machine")
-    parser.add_argument("--check", action="store_true", help="check the file and that the model is there, then stop")
+    parser.add_argument(
+        "--check", action="store_true", help="check the file, and that the model and the keys are there, then stop"
+    )
     return parser.parse_args(argv)
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from engine.errors import EngineError, InvalidRequestError
+from serve_app.auth import Authenticator
 from serve_app.backend import Backend
 from serve_app.config import AppConfig
 from serve_app.errors import HTTPError, ModelNotFoundError
@@ -71,7 +72,8 @@ class Api:
     def __init__(
         self, backend: Backend, text: TextTools, config: AppConfig, *, returns_request_id: bool = True
     ) -> None:
-        """`returns_request_id`: see `RequestContext`."""
+        """`returns_request_id`: see `RequestContext`. Raises `ConfigError` where an API key's variable is not set."""
+        self._authenticator = Authenticator(config.auth)
         self._backend = backend
         self._text = text
         self._limits = config.limits
@@ -84,17 +86,23 @@ class Api:
         app = FastAPI(title="jax-serve", docs_url=None, redoc_url=None, openapi_url=None)
         app.add_middleware(RequestContext, metrics=self.metrics, returns_id=returns_request_id)
         app.add_exception_handler(HTTPException, _raise_as_json_error)
-        app.post("/v1/completions")(self.completions)
-        app.post("/v1/chat/completions")(self.chat_completions)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.model)
-        app.post("/tokenize")(self.tokenize)
-        app.post("/detokenize")(self.detokenize)
+        guarded = [Depends(self._authenticate)]
+        app.post("/v1/completions", dependencies=guarded)(self.completions)
+        app.post("/v1/chat/completions", dependencies=guarded)(self.chat_completions)
+        app.get("/v1/models", dependencies=guarded)(self.models)
+        app.get("/v1/models/{name:path}", dependencies=guarded)(self.model)
+        app.post("/tokenize", dependencies=guarded)(self.tokenize)
+        app.post("/detokenize", dependencies=guarded)(self.detokenize)
+        app.get("/version", dependencies=guarded)(self.version)
+        # Probes and scrapers have no key.
         app.get("/health")(self.health)
         app.get("/ready")(self.ready)
-        app.get("/version")(self.version)
         app.get("/metrics")(self.prometheus)
         return app
+
+    async def _authenticate(self, request: Request) -> None:
+        """Sets the request's tenant. Raises `InvalidApiKeyError`, before the body is read."""
+        request.state.tenant = self._authenticator.tenant_of(request.headers.get("authorization"))
 
     async def drain(self) -> None:
         """Refuses new requests and returns when those that run have ended."""
@@ -147,6 +155,11 @@ class Api:
             continues_text=isinstance(parsed, CompletionRequest),
             deadline_s=deadline_s(parsed, request.headers.get("x-request-timeout-s"), self._limits),
             clip_max_tokens=parsed.limit is None,
+            choices_per_prompt=parsed.n,
+            priority=parsed.priority,
+            tenant=request.state.tenant,
+            cache_salt=parsed.cache_salt,
+            window=parsed.window,
         )
 
     def _generate(

@@ -20,7 +20,12 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: TextFactory) -> Application:
-    """The application with the given factories (they travel to the replicas by pickle)."""
+    """The application with the given factories (they travel to the replicas by pickle).
+
+    Raises `ConfigError` where an API key's variable is not set.
+    """
+    # Variables are read here: the processes that check keys may run on machines that do not have them.
+    config = config.model_copy(update={"auth": config.auth.resolved()})
     serving = config.serving
     scale: dict[str, Any] = (
         {"num_replicas": serving.num_replicas}

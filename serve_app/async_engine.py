@@ -79,13 +79,13 @@ class AsyncEngine:
         return self._thread.warm_up(progress)
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[list[Delta], None]:
-        """Yields what each step adds to the call's prompts until all have ended.
+        """Yields what each step adds to the call's choices until all have ended.
 
         Closing the iterator (or cancelling the task in it) frees the slots within one step. Raises
         `InvalidRequestError`, `OverloadedError`, `DeadlineExceededError`, `RequestCancelledError`, `EngineDeadError`.
         """
         self._check_admission(call)
-        requests = [self._engine_request(call, index) for index in range(len(call.prompts))]
+        requests = self._engine_requests(call)
         stream = self._admit(call, requests)
         timer = self._start_timer(call, stream)
         try:
@@ -153,18 +153,35 @@ class AsyncEngine:
         if not call.prompts:
             raise InvalidRequestError("prompt is empty; expected at least one prompt", "prompt")
         num_free = self._max_in_flight - len(self._requests)
-        if len(call.prompts) > self._max_in_flight:
+        if call.num_choices > self._max_in_flight:
+            each = f", n is {call.choices_per_prompt}" if call.choices_per_prompt > 1 else ""
             raise InvalidRequestError(
-                f"{len(call.prompts)} prompts in one request; this server holds {self._max_in_flight} at a time",
-                "prompt",
+                f"{len(call.prompts)} prompts in one request{each}; this server holds {self._max_in_flight} at a time",
+                "prompt" if len(call.prompts) > self._max_in_flight else "n",
             )
-        if len(call.prompts) > num_free:
+        if call.num_choices > num_free:
             raise QueueFullError(
-                f"{len(self._requests)} of {self._max_in_flight} places are taken, {len(call.prompts)} wanted; retry"
+                f"{len(self._requests)} of {self._max_in_flight} places are taken, {call.num_choices} wanted; retry"
             )
 
-    def _engine_request(self, call: GenerationCall, index: int) -> Request:
-        prompt = call.prompts[index]
+    def _engine_requests(self, call: GenerationCall) -> list[Request]:
+        """One for each choice, in the order of their indices."""
+        params = [self._fitted_params(call, prompt) for prompt in call.prompts]
+        return [
+            Request(
+                f"{next(self._ids)}:{call.request_id}",
+                call.prompts[index // call.choices_per_prompt],
+                replace(params[index // call.choices_per_prompt], seed=call.choice_seed(index)),
+                priority=call.priority,
+                tenant=call.tenant,
+                cache_salt=call.cache_salt,
+                window=call.window,
+            )
+            for index in range(call.num_choices)
+        ]
+
+    def _fitted_params(self, call: GenerationCall, prompt: tuple[int, ...]) -> SamplingParams:
+        """The call's parameters as the context allows for this prompt. Raises where it can never run."""
         if not prompt:
             raise InvalidRequestError("prompt is empty; expected at least one token", "prompt")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
@@ -172,8 +189,7 @@ class AsyncEngine:
             raise InvalidRequestError(
                 f"prompt has token id {wrong}; expected ids from 0 to {self.vocab_size - 1}", "prompt"
             )
-        params = self._fit(call.params, len(prompt), call.clip_max_tokens)
-        return Request(f"{next(self._ids)}:{call.request_id}", prompt, params)
+        return self._fit(call.params, len(prompt), call.clip_max_tokens)
 
     def _fit(self, params: SamplingParams, prompt_len: int, clip: bool) -> SamplingParams:
         """The parameters with `max_tokens` as the context allows."""

@@ -4,11 +4,13 @@ import time
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from cluster.mesh import MeshConfig, build_mesh
 from cluster.platform import prepare_platform
+from engine.config import EngineConfig, ModelConfig
 from engine.engine import build_engine as join_engine
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, Params
 from engine.request import EngineProtocol
 from engine.sharding import param_sharding
 from engine.weights.load import load_config, load_params
@@ -25,17 +27,30 @@ def build_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
 
     Raises `ConfigError`, `CheckpointError` or `TokenizerError`.
     """
-    path = resolve_source(config.model.source)
-    model = load_config(path)
-    say(f"model found: {path} ({model.family}, {model.num_layers} layers, {model.vocab_size} tokens)")
+    path, model = _find("model", config.model.source)
+    draft = None if config.model.draft_source is None else _find("draft model", config.model.draft_source)
     tokenizer = load_model_tokenizer(config)
     engine_config = config.engine.to_engine_config()
     shape = MeshConfig(local=(config.mesh.data, config.mesh.model))
     prepare_platform(config.mesh.platform, shape.devices_per_host, config.mesh.memory_fraction)
     prepare_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(shape)
-    experts = engine_config.expert_sharding
-    decoder = Decoder(model, mesh, engine_config.weight_dtype, engine_config.activation_dtype, experts)
+    decoder, params = _load(path, model, mesh, engine_config)
+    drafter = None if draft is None else _load(*draft, mesh, engine_config)
+    return join_engine(decoder, params, engine_config, drafter), tokenizer
+
+
+def _find(what: str, source: str) -> tuple[Path, ModelConfig]:
+    path = resolve_source(source)
+    model = load_config(path)
+    say(f"{what} found: {path} ({model.family}, {model.num_layers} layers, {model.vocab_size} tokens)")
+    return path, model
+
+
+def _load(path: Path, model: ModelConfig, mesh: Mesh, config: EngineConfig) -> tuple[Decoder, Params]:
+    """The decoder with its weights on the mesh."""
+    experts = config.expert_sharding
+    decoder = Decoder(model, mesh, config.weight_dtype, config.activation_dtype, experts)
     started_at = time.monotonic()
     errors: list[QuantizationError] = []
     params = load_params(
@@ -49,7 +64,7 @@ def build_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
     say(f"weights loaded in {time.monotonic() - started_at:.1f} s onto {mesh.size} {mesh.devices.flat[0].platform}")
     if errors:
         say(describe_errors(errors))
-    return join_engine(decoder, params, engine_config), tokenizer
+    return decoder, params
 
 
 def prepare_compilation_cache(directory: str | None) -> None:

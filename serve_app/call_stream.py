@@ -25,7 +25,7 @@ class CallStream:
         return not self.open_ids and not self._pending and self._error is None
 
     def push(self, delta: Delta) -> None:
-        """Adds a delta, joined with an earlier one of the same prompt that was not taken yet."""
+        """Adds a delta, joined with an earlier one of the same choice that was not taken yet."""
         earlier = self._pending.get(delta.index)
         self._pending[delta.index] = delta if earlier is None else _join(earlier, delta)
         self._news.set()
@@ -49,7 +49,7 @@ class CallStream:
 
 @dataclass
 class RequestState:
-    """One prompt in the engine."""
+    """One choice in the engine."""
 
     index: int
     stream: CallStream

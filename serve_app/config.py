@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from engine.config import CacheDType, DType, EngineConfig, ExpertSharding, WeightDType
 from engine.errors import ConfigError
 from engine.request import MAX_LOGPROBS
+from serve_app.auth import AuthSection
 from serve_app.strict import StrictModel, complaints, suggestion
 
 Positive = Annotated[int, Field(ge=1)]
@@ -27,6 +28,12 @@ class ModelSection(StrictModel):
     source: str = Field(
         min_length=1,
         description="A .gguf file, a Hugging Face directory, package:<package>/<file> or hf:<org>/<name>[@<revision>].",
+    )
+    draft_source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A small model with the same vocabulary, which guesses tokens ahead; needs "
+        "`engine.num_draft_tokens`. Default: guesses come from the request's own tokens.",
     )
     served_name: str | None = Field(
         default=None,
@@ -209,6 +216,7 @@ class AppConfig(StrictModel):
     mesh: MeshSection = Field(default_factory=lambda: MeshSection(), description="The device mesh of one replica.")
     limits: LimitsSection = Field(default_factory=lambda: LimitsSection(), description="What one request may ask for.")
     serving: ServingSection = Field(default_factory=lambda: ServingSection(), description="How Ray Serve runs it.")
+    auth: AuthSection = Field(default_factory=lambda: AuthSection(), description="Who may use the server.", repr=False)
     compilation_cache_dir: str | None = Field(
         default="~/.cache/jax-serve/compiled",
         description="Where compiled programs are kept between starts; null: nowhere.",
@@ -223,6 +231,10 @@ class AppConfig(StrictModel):
             self.engine.to_engine_config()
         except ConfigError as error:
             raise ValueError(f"engine.{error}") from None
+        if self.model.draft_source is not None and not self.engine.num_draft_tokens:
+            raise ValueError(
+                "model.draft_source is given and engine.num_draft_tokens is 0; expected at least 1, or no draft_source"
+            )
         return self
 
     @property

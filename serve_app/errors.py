@@ -28,6 +28,10 @@ class ModelNotFoundError(InvalidRequestError):
     """The request names a model that this server does not serve."""
 
 
+class InvalidApiKeyError(EngineError):
+    """The request has no API key, or one that this server does not know."""
+
+
 class NotReadyError(OverloadedError):
     """No replica is warm yet."""
 
@@ -43,6 +47,7 @@ class ErrorKind:
 
 # The first class that matches an exception counts: subclasses stand before their parents.
 ERROR_TABLE: tuple[tuple[type[Exception], ErrorKind], ...] = (
+    (InvalidApiKeyError, ErrorKind(401, "invalid_request_error", "invalid_api_key")),
     (ModelNotFoundError, ErrorKind(404, "invalid_request_error", "model_not_found")),
     (PromptTooLongError, ErrorKind(400, "invalid_request_error", "context_length_exceeded")),
     (UnsupportedParameterError, ErrorKind(400, "invalid_request_error", "unsupported_parameter")),
@@ -87,4 +92,6 @@ def _headers(error: BaseException) -> dict[str, str]:
         return {"retry-after": str(error.retry_after_s)}
     if isinstance(error, EngineDeadError):
         return {"retry-after": "5"}
+    if isinstance(error, InvalidApiKeyError):
+        return {"www-authenticate": "Bearer"}
     return {}

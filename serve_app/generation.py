@@ -7,13 +7,15 @@ from engine.request import FinishReason, SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """All prompts of one HTTP request. They are admitted together or not at all."""
+    """All prompts of one HTTP request, each with all its choices. They are admitted together or not at all."""
 
     request_id: str
     prompts: tuple[tuple[int, ...], ...]
-    """Token ids, at least one prompt; each becomes one engine request."""
+    """Token ids, at least one prompt."""
     params: SamplingParams
-    """`max_tokens` is the limit for every prompt."""
+    """`max_tokens` is the limit for every choice; `seed` is that of each prompt's first one."""
+    choices_per_prompt: int = 1
+    """Answers to each prompt; each is one engine request."""
     stop: tuple[str, ...] = ()
     """Stop strings; the text ends before the first one found."""
     continues_text: bool = False
@@ -22,18 +24,32 @@ class GenerationCall:
     """Seconds from the arrival at the replica until every prompt must be finished; None: no limit."""
     clip_max_tokens: bool = False
     """The client named no limit: lower `max_tokens` to what the context leaves instead of refusing."""
+    priority: int = 0
+    """See `engine.request.Request`, as for the three below."""
+    tenant: str | None = None
+    cache_salt: str | None = None
+    window: int | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all. Choice i of prompt p has the index p * choices_per_prompt + i."""
+        return len(self.prompts) * self.choices_per_prompt
+
+    def choice_seed(self, index: int) -> int:
+        """Choice i of a prompt is drawn as a call with the seed `params.seed` + i would draw its only one."""
+        return (self.params.seed + index % self.choices_per_prompt) % 2**64
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one or more steps added to one prompt of a call."""
+    """What one or more steps added to one choice of a call."""
 
     index: int
-    """Which prompt of the call."""
+    """Which choice of the call."""
     text: str
     """New text. It may lag behind the tokens: a character or a possible stop string may be incomplete."""
     num_tokens: int
-    """Tokens generated for this prompt so far (not only in this delta)."""
+    """Tokens generated for this choice so far (not only in this delta)."""
     token_ids: tuple[int, ...] = ()
     """The new tokens; only where the call asked for log-probabilities."""
     logprobs: tuple[TokenLogprobs, ...] = ()

@@ -52,7 +52,7 @@ class GenerationResponse(Response):
         self._metrics = metrics
         self._stream = stream
         self._clock = _Clock(metrics, arrived_at)
-        self._usage = Usage(sum(map(len, call.prompts)))
+        self._usage = Usage(sum(map(len, call.prompts)), call.choices_per_prompt)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers; see ASGI."""
@@ -89,7 +89,7 @@ class GenerationResponse(Response):
         self._clock.tick()
 
     async def _send_whole(self, deltas: AsyncGenerator[list[Delta], None], send: Send) -> None:
-        collector = Collector(len(self._call.prompts))
+        collector = Collector(self._call.num_choices)
         async for batch in deltas:
             self._take(batch)
             for delta in batch:
@@ -102,7 +102,7 @@ class GenerationResponse(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         extra: dict[str, object] = {"usage": None} if mode.include_usage else {}
-        opening = self._shape.opening(len(self._call.prompts))
+        opening = self._shape.opening(self._call.num_choices)
         await self._send_chunks(opening, first, extra, send)
         async for batch in rest:
             await self._send_chunks([], batch, extra, send)
@@ -154,6 +154,6 @@ class _Clock:
             return
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.completion_tokens.inc(usage.num_completion_tokens)
-        per_prompt = max(usage.num_generated.values(), default=0)
-        if per_prompt > 1:
-            self._metrics.tpot.observe((self._last_at - self._first_at) / (per_prompt - 1))
+        longest = max(usage.num_generated.values(), default=0)
+        if longest > 1:
+            self._metrics.tpot.observe((self._last_at - self._first_at) / (longest - 1))

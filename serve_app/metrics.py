@@ -16,12 +16,17 @@ _GAUGES = {
     "num_waiting": "Requests in the queue.",
     "num_slots": "Requests that can run at once.",
     "cache_usage": "Share of cache positions in use.",
+    "page_utilization": "Share of the positions of held pages that hold a token.",
 }
 _COUNTERS = {
     "num_steps": "Steps of the engine.",
     "num_prompt_tokens": "Prompt tokens computed.",
     "num_padding_tokens": "Prefill positions computed for nothing.",
     "num_generated_tokens": "Tokens generated.",
+    "num_cached_tokens": "Tokens found in the prefix cache instead of being computed.",
+    "num_preemptions": "Times a running request gave up its pages, to be computed again later.",
+    "num_draft_tokens": "Tokens guessed ahead and verified.",
+    "num_accepted_tokens": "Of the tokens guessed ahead, those that were right.",
     "num_compilations_since_warm_up": "Programs compiled after the warm-up; anything but 0 is a fault.",
 }
 

@@ -9,7 +9,6 @@ _NONE: tuple[Any, ...] = ()
 
 _BOTH: dict[str, tuple[Any, ...]] = {
     # OpenAI
-    "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -18,7 +17,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     # vLLM
     "allowed_token_ids": _NONE,
     "bad_words": ([],),
-    "cache_salt": _NONE,
     "detokenize": (True,),
     "guided_choice": _NONE,
     "guided_decoding_backend": _NONE,
@@ -31,7 +29,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "min_tokens": (0,),
-    "priority": (0,),
     "prompt_logprobs": _NONE,
     "repetition_penalty": (1,),
     "request_id": _NONE,

@@ -68,6 +68,13 @@ class GenerationRequest(StrictModel):
     top_k: int = Field(default=0, description="Keep the k most likely tokens; 0 keeps all.")
     min_p: float = Field(default=0.0, description="Drop tokens less likely than this share of the most likely.")
     seed: int | None = Field(default=None, description="Same seed, same answer. Default: drawn for each request.")
+    n: int = Field(
+        default=1,
+        ge=1,
+        le=128,
+        description="Answers to each prompt. Answer i, from 0, is the one that `seed` + i alone gives; at temperature "
+        "0 all are alike. Answer i to prompt p has the index p * n + i.",
+    )
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = Field(
         default=(), description="Texts that end the answer."
     )
@@ -76,6 +83,23 @@ class GenerationRequest(StrictModel):
     )
     ignore_eos: bool = Field(default=False, description="Generate past the model's end-of-sequence tokens.")
     timeout_s: float | None = Field(default=None, gt=0, description="Deadline in seconds from arrival.")
+    priority: int = Field(
+        default=0,
+        ge=-(2**31),
+        lt=2**31,
+        description="Lower runs earlier. Waiting counts, too: see `engine.priority_ageing_s`.",
+    )
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Share cached prefixes only with requests of the same salt. Default: with all that have none.",
+    )
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Each position attends to this many positions at most, itself included, where the model's own "
+        "windows are not smaller still. Default: the model's own.",
+    )
     user: str | None = Field(default=None, description="An end user's identifier; it is logged and changes nothing.")
 
     @property

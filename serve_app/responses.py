@@ -15,9 +15,11 @@ Json = dict[str, Any]
 
 @dataclass
 class Usage:
-    """Token counts of one call, over all its prompts."""
+    """Token counts of one call, over all its choices."""
 
     num_prompt_tokens: int
+    """Each prompt once, whatever the number of its choices, as OpenAI counts."""
+    choices_per_prompt: int = 1
     num_generated: dict[int, int] = field(default_factory=dict)
     num_cached: dict[int, int] = field(default_factory=dict)
 
@@ -31,13 +33,25 @@ class Usage:
         """Tokens generated so far."""
         return sum(self.num_generated.values())
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the cache, each prompt once: what its choice that found the least did.
+
+        The others may have found what that one computed.
+        """
+        found: dict[int, int] = {}
+        for index, num_tokens in self.num_cached.items():
+            prompt = index // self.choices_per_prompt
+            found[prompt] = min(num_tokens, found.get(prompt, num_tokens))
+        return sum(found.values())
+
     def to_json(self) -> Json:
         """OpenAI's `usage` object."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.num_cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
 
@@ -178,13 +192,13 @@ class _Offsets:
 
 
 class Collector:
-    """Joins the deltas of a call into one for each prompt."""
+    """Joins the deltas of a call into one for each choice."""
 
-    def __init__(self, num_prompts: int) -> None:
-        self._texts: list[list[str]] = [[] for _ in range(num_prompts)]
-        self._token_ids: list[list[int]] = [[] for _ in range(num_prompts)]
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_prompts)]
-        self._finish_reasons: list[FinishReason | None] = [None] * num_prompts
+    def __init__(self, num_choices: int) -> None:
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._token_ids: list[list[int]] = [[] for _ in range(num_choices)]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._finish_reasons: list[FinishReason | None] = [None] * num_choices
 
     def add(self, delta: Delta) -> None:
         """Takes one delta."""
@@ -194,7 +208,7 @@ class Collector:
         self._finish_reasons[delta.index] = delta.finish_reason
 
     def whole(self) -> list[Delta]:
-        """One delta for each prompt."""
+        """One delta for each choice."""
         return [
             Delta(
                 index=index,

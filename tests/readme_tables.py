@@ -8,12 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from engine.request import EngineStats
+from serve_app.async_engine import AsyncEngineStats
 from serve_app.config import AppConfig, ServeFile
 from serve_app.errors import ERROR_TABLE
+from serve_app.metrics import Metrics
 from serve_app.parameters import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION
 from serve_app.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -118,12 +122,23 @@ def _errors() -> str:
     return _table(["status", "`error.type`", "`error.code`", "when"], rows)
 
 
+def _metrics() -> str:
+    stats = AsyncEngineStats(EngineStats(), 0)
+    rows = []
+    for family in text_string_to_metric_families(Metrics().render({"0": stats}).decode()):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        if not name.endswith("_created"):
+            rows.append([f"`{name}`", family.type, family.documentation])
+    return _table(["metric", "kind", "meaning"], rows)
+
+
 _TABLES = {
     "file": _file_fields,
     "app": _app_fields,
     "parameters": _parameters,
     "refused": _refused,
     "errors": _errors,
+    "metrics": _metrics,
 }
 
 TABLE_NAMES = frozenset(_TABLES)

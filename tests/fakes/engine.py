@@ -2,7 +2,11 @@
 
 Tokens are the bytes 0 to 255; 256 is end-of-sequence, 257 begin-of-sequence. The next token is the last one plus one,
 within the letters a to z ("x" is followed by "yzabc..."). "!" in the prompt ends the answer after as many tokens as
-there are "!".
+there are "!". At temperatures above 1 the seed counts, too: each next letter is further on by the seed (modulo 26), so
+that seed 1 makes "x" be followed by "zbdf...".
+
+Requests of lower priority start earlier. A prompt finds in the cache what it has in common with the beginning of an
+earlier one of the same salt, its last token excepted. Windows and tenants change nothing; `requests` shows them.
 """
 
 import threading
@@ -32,21 +36,29 @@ class ByteTokenizer(Tokenizer):
         return {EOS: b"<eos>", BOS: b"<bos>"}.get(token_id) or bytes([token_id])
 
 
-def next_token(token_id: int) -> int:
-    """The letter after this one, z being followed by a; anything else is followed by a."""
-    return ord("a") + (token_id - ord("a") + 1) % 26 if ord("a") <= token_id <= ord("z") else ord("a")
+def next_token(token_id: int, skip: int = 0) -> int:
+    """The letter after this one and `skip` more, z being followed by a; anything else is followed by a and so on."""
+    place = token_id - ord("a") if ord("a") <= token_id <= ord("z") else -1
+    return ord("a") + (place + 1 + skip) % 26
+
+
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens the two begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class _Running:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, num_cached_tokens: int) -> None:
         self.request = request
+        self.num_cached_tokens = num_cached_tokens
         self.tokens: list[int] = []
         num_marks = request.prompt_token_ids.count(ord("!"))
         self.eos_after = None if num_marks == 0 or request.params.ignore_eos else num_marks
 
     def advance(self) -> RequestOutput:
         last = self.tokens[-1] if self.tokens else self.request.prompt_token_ids[-1]
-        token = EOS if self.eos_after == len(self.tokens) else next_token(last)
+        skip = self.request.params.seed if self.request.params.temperature > 1 else 0
+        token = EOS if self.eos_after == len(self.tokens) else next_token(last, skip)
         self.tokens.append(token)
         finish = None
         if token == EOS or token in self.request.params.stop_token_ids:
@@ -58,7 +70,7 @@ class _Running:
         if num_top is not None:
             top = tuple((token + rank, -0.5 - rank) for rank in range(num_top))
             logprobs = (TokenLogprobs(-0.5, top),)
-        return RequestOutput(self.request.request_id, (token,), logprobs, finish)
+        return RequestOutput(self.request.request_id, (token,), logprobs, finish, self.num_cached_tokens)
 
 
 class FakeEngine:
@@ -81,7 +93,9 @@ class FakeEngine:
         self.fail_at_step = fail_at_step
         self.threads: set[int] = set()
         self.requests: list[Request] = []
+        """Every request that was taken, in the order of arrival."""
         self.num_steps = 0
+        self.num_cached_tokens = 0
         self._waiting: list[_Running] = []
         self.running: list[_Running] = []
         self._aborted: list[str] = []
@@ -92,8 +106,16 @@ class FakeEngine:
             raise InvalidRequestError("the fake engine refuses '#'", "prompt")
         if len(self._waiting) >= self.max_queue_len + self.num_slots:
             raise QueueFullError("the fake engine's queue is full")
+        num_cached_tokens = self._find_cached(request)
+        self.num_cached_tokens += num_cached_tokens
         self.requests.append(request)
-        self._waiting.append(_Running(request))
+        self._waiting.append(_Running(request, num_cached_tokens))
+        self._waiting.sort(key=lambda running: running.request.priority)
+
+    def _find_cached(self, request: Request) -> int:
+        prompt = request.prompt_token_ids
+        alike = [earlier for earlier in self.requests if earlier.cache_salt == request.cache_salt]
+        return max((common_prefix_len(e.prompt_token_ids, prompt[:-1]) for e in alike), default=0)
 
     def abort(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())
@@ -136,4 +158,5 @@ class FakeEngine:
             num_waiting=len(self._waiting),
             num_slots=self.num_slots,
             num_steps=self.num_steps,
+            num_cached_tokens=self.num_cached_tokens,
         )
