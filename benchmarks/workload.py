@@ -68,6 +68,8 @@ def app_args(options: argparse.Namespace, compilation_cache_dir: str | None = No
             "weight_dtype": options.dtype,
             "activation_dtype": options.dtype,
             "batch_invariant": options.batch_invariant,
+            # The same prompts are sent several times, and each time they are to be computed.
+            "prefix_caching": False,
         },
         "mesh": {"data": options.data, "model": options.model_axis, "platform": options.platform},
     }
