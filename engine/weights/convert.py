@@ -2,9 +2,13 @@
 
     python -m engine.weights.convert SOURCE DESTINATION
     python -m engine.weights.convert SOURCE DESTINATION --dtype int8 --verify
+    python -m engine.weights.convert SOURCE --table
 
-SOURCE is anything that can be served. Weights keep the type they have in the source (quantised GGUF tensors: float32)
-unless --dtype says otherwise; int8 goes for the matrices of the layers, and the error of each is reported.
+SOURCE is anything that can be served, or a PyTorch state dict (.safetensors, .bin, .pt or .pth) beside its config.json.
+Nothing in it is executed, and PyTorch is not needed. --table prints which tensor goes where, and writes nothing.
+
+Weights keep the type they have in the source (quantised GGUF tensors: float32) unless --dtype says otherwise; int8 goes
+for the matrices of the layers, and the error of each is reported.
 
 A conversion that was interrupted goes on where it stopped, after checking what is there. A destination that holds
 anything else is never written to. With --verify every file is compared with its checksum in the end, also where the
@@ -27,12 +31,13 @@ from engine.models.decoder import Decoder
 from engine.sharding import make_mesh, param_sharding
 from engine.weights.destination import Destination
 from engine.weights.families import WeightMap
-from engine.weights.load import load_config, open_source
+from engine.weights.load import folder_of, load_config, open_source
 from engine.weights.loader import Loader
 from engine.weights.native import verify_checksums
 from engine.weights.plan import ParamPlan, plan_params
 from engine.weights.quantize import QuantizationError, describe_errors
 from engine.weights.source import resolve_source
+from engine.weights.table import describe_table, mapping_table
 from engine.weights.tensors import TensorSource
 
 KEEP = "keep"
@@ -69,10 +74,19 @@ def convert(
         else:
             target.prepare(sum(_num_bytes(plan) for plan in plans))
             _write(opened, weights, config, list(_shards(plans, shard_bytes)), target, say)
-            target.finish(source)
+            target.finish(folder_of(source))
     if verify:
         verify_checksums(destination, lambda name: say(f"checking {name}"))
     say(f"{destination} is complete")
+
+
+def table(source: Path, dtype: str = KEEP) -> str:
+    """Which tensor of the model at `source` becomes which parameter. Raises `CheckpointError` where one is missing,
+    left over, or not what it must be."""
+    config = load_config(source)
+    opened, weights = open_source(source, config)
+    with closing(opened):
+        return describe_table(mapping_table(opened, weights, _plans(opened, weights, config, dtype)))
 
 
 def _write(
@@ -152,9 +166,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m engine.weights.convert", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("source", metavar="SOURCE", help="path, package:<package>/<file> or hf:<org>/<name>[@<rev>]")
-    parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a folder that is empty or not there yet")
+    parser.add_argument(
+        "destination", metavar="DESTINATION", type=Path, nargs="?", help="a folder that is empty or not there yet"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default=KEEP, help="type of the weights; default: as they are")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksum in the end")
+    parser.add_argument("--table", action="store_true", help="print which tensor goes where, and convert nothing")
     return parser
 
 
@@ -165,11 +182,18 @@ def _say(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.table == (args.destination is not None) or (args.table and args.verify):
+        parser.error("expected a DESTINATION, or --table without one and without --verify")
     # Converting is copying: an accelerator would not make it faster, and its memory may be in use.
     jax.config.update("jax_platforms", "cpu")
     try:
-        convert(resolve_source(args.source), args.destination, args.dtype, verify=args.verify, say=_say)
+        source = resolve_source(args.source)
+        if args.table:
+            _say(table(source, args.dtype))
+        else:
+            convert(source, args.destination, args.dtype, verify=args.verify, say=_say)
     except EngineError as error:
         sys.stderr.write(f"{error}\n")
         return 2

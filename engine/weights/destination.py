@@ -120,11 +120,11 @@ class Destination:
             raise CheckpointError(f"{partial}: cannot be written ({error.strerror})") from error
 
     def finish(self, source: Path) -> None:
-        """Writes everything that makes the folder a model, config.json last."""
+        """Writes everything that makes the folder a model, config.json last; the tokenizer from the folder `source`."""
         try:
             _write_json(self._path / INDEX_FILE, {"metadata": {}, "weight_map": self._index})
             for name in TOKENIZER_FILES:
-                if source.is_dir() and (source / name).exists():
+                if (source / name).exists():
                     shutil.copyfile(source / name, self._path / name)
             _write_json(self._path / CONFIG_FILE, native_config(self._config))
         except OSError as error:

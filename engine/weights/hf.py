@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: `model.safetensors`, or shards listed in `model.safetensors.index.json`."""
+"""Checkpoints in safetensors files: `model.safetensors`, or shards listed in `model.safetensors.index.json`."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
-from engine.weights.jsonfile import read_json_object
+from engine.weights.layout import SAFETENSORS
 from engine.weights.tensors import TensorInfo
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = SAFETENSORS.index
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -36,21 +35,21 @@ DTYPES = {
 
 
 class HFSource:
-    """A directory in the Hugging Face layout (a `TensorSource`).
+    """A directory in the Hugging Face layout, or one safetensors file (a `TensorSource`).
 
     Raises `CheckpointError` where it holds no safetensors, or the files are truncated, foreign or contradict the index.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._tensors: dict[str, TensorInfo] = {}
         self._offsets: dict[str, int] = {}
-        for file, listed in _shard_files(directory).items():
+        for file, listed in SAFETENSORS.shards(path).items():
             self._open_shard(file, listed)
 
     @property
     def path(self) -> Path:
-        """The directory."""
+        """The directory or file."""
         return self._path
 
     @property
@@ -82,12 +81,7 @@ class HFSource:
             raise CheckpointError(
                 f"{file}: not a complete safetensors file ({error}); it may be truncated, or not be a safetensors file"
             ) from error
-        names = frozenset(infos)
-        if listed is not None and names != listed:
-            absent, unlisted = sorted(listed - names), sorted(names - listed)
-            if absent:
-                raise CheckpointError(f"{file}: lacks tensor {absent[0]!r}, which {INDEX_FILE} lists for it")
-            raise CheckpointError(f"{file}: holds tensor {unlisted[0]!r}, which {INDEX_FILE} does not list for it")
+        SAFETENSORS.check_names(file, infos, listed)
         self._tensors |= infos
         self._offsets |= _offsets(file)
 
@@ -112,35 +106,3 @@ def _offsets(file: Path) -> dict[str, int]:
     return {
         name: 8 + header_bytes + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
     }
-
-
-def _shard_files(directory: Path) -> dict[Path, frozenset[str] | None]:
-    """Each safetensors file with the tensor names that the index lists for it (None: there is no index)."""
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.exists() and index.exists():
-        raise CheckpointError(
-            f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is out of date"
-        )
-    if single.exists():
-        return {single: None}
-    if not index.exists():
-        raise CheckpointError(
-            f"{directory}: expected {SINGLE_FILE} or {INDEX_FILE} (pickled .bin weights are not read)"
-        )
-    return _read_index(index)
-
-
-def _read_index(index: Path) -> dict[Path, frozenset[str] | None]:
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: expected an object 'weight_map' from tensor names to file names")
-    names: dict[Path, set[str]] = {}
-    for name, file in weight_map.items():
-        # Lexical, because files in the Hugging Face cache are symbolic links to another directory.
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {file!r}; expected the plain name of a .safetensors file "
-                "in the same directory"
-            )
-        names.setdefault(index.parent / file, set()).add(name)
-    return {file: frozenset(listed) for file, listed in names.items()}

@@ -10,15 +10,18 @@ from engine.weights.families.hf_config import HFConfig, read_hf_config
 from engine.weights.gguf_file import GGUFSource
 from engine.weights.grok1 import GROK1_WEIGHTS, Grok1Source, is_grok1, read_grok1_config
 from engine.weights.hf import HFSource
+from engine.weights.layout import SAFETENSORS, TORCH
 from engine.weights.loader import NUM_THREADS, Loader, Params, Progress, ShardingFor
 from engine.weights.native import NativeSource, is_native, native_weights, read_native_config
 from engine.weights.plan import AbstractParams, plan_params
 from engine.weights.quantize import QuantizationReport
 from engine.weights.tensors import TensorSource
+from engine.weights.torch_file import SUFFIXES, TorchSource
 
 
 def load_config(path: Path) -> ModelConfig:
-    """The model of a Hugging Face directory, a GGUF file, a Grok-1 release or a converted model.
+    """The model of a Hugging Face directory (or a state dict in one), a GGUF file, a Grok-1 release or a converted
+    model.
 
     Raises `CheckpointError` naming the file and the key that is missing, contradictory or not supported.
     """
@@ -27,8 +30,8 @@ def load_config(path: Path) -> ModelConfig:
             return read_grok1_config(path)
         if is_native(path):
             return read_native_config(path)
-        if path.is_dir():
-            config = read_hf_config(path)
+        if _is_hf(path):
+            config = read_hf_config(folder_of(path))
             return _hf_family(config).parse_config(config)
         with closing(GGUFSource(path)) as source:
             return _gguf_family(source).parse_config(source)
@@ -69,16 +72,38 @@ def open_source(path: Path, config: ModelConfig) -> tuple[TensorSource, WeightMa
     if is_native(path):
         native = NativeSource(path)
         return native, native_weights(native)
-    if path.is_dir():
+    if _is_hf(path):
         if config.family not in FAMILIES:
             raise CheckpointError(f"{path}: family {config.family!r}; expected one of {sorted(FAMILIES)}")
-        return HFSource(path), FAMILIES[config.family].weights
+        weights = FAMILIES[config.family].weights_for(read_hf_config(folder_of(path)))
+        return _open_state_dict(path), weights
     gguf = GGUFSource(path)
     try:
         return gguf, _gguf_family(gguf).weights
     except CheckpointError:
         gguf.close()
         raise
+
+
+def folder_of(path: Path) -> Path:
+    """The folder with a checkpoint's config and tokenizer."""
+    return path if path.is_dir() else path.parent
+
+
+def _is_hf(path: Path) -> bool:
+    return path.is_dir() or path.suffix in (SAFETENSORS.suffix, *SUFFIXES)
+
+
+def _open_state_dict(path: Path) -> TensorSource:
+    """Of a folder that holds both formats, the safetensors: they are checked more closely, and read faster."""
+    if not path.is_dir():
+        return HFSource(path) if path.suffix == SAFETENSORS.suffix else TorchSource(path)
+    if SAFETENSORS.is_in(path):
+        return HFSource(path)
+    if TORCH.is_in(path):
+        return TorchSource(path)
+    names = (SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index)
+    raise CheckpointError(f"{path}: holds no weights; expected one of {', '.join(names)}")
 
 
 def _hf_family(config: HFConfig) -> Family:

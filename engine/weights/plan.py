@@ -38,6 +38,11 @@ class ParamPlan:
 
     transposed: bool
     """The source tensors have the last two axes swapped."""
+    source_name: str
+    """What the tensor is called, or would be where it may be absent and is; with "{expert}" where there is one for
+    each."""
+    optional: bool
+    """A checkpoint need not have it in every layer."""
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -111,9 +116,19 @@ def _plan_param(
     pieces: tuple[str, ...] = ()
     if per_expert:
         pieces = tuple(pattern.format(layer=layer, expert=expert) for expert in range(target.shape[0]))
-    elif not (layer and rule in weights.first_layer_only):
+    elif layer is None or layer in weights.optional.get(rule, {layer}):
         pieces = (pattern.format(layer=layer),)
-    return ParamPlan(path, rule, target, scale, pieces, per_expert, rule in weights.transposed)
+    return ParamPlan(
+        path=path,
+        rule=rule,
+        target=target,
+        scale=scale,
+        pieces=pieces,
+        per_expert=per_expert,
+        transposed=rule in weights.transposed,
+        source_name=pattern.replace("{layer}", str(layer)),
+        optional=rule in weights.optional,
+    )
 
 
 def _check_missing(source: TensorSource, plans: tuple[ParamPlan, ...]) -> None:
@@ -134,7 +149,7 @@ def _check_tensor(source: TensorSource, plan: ParamPlan, piece: str) -> None:
     if info.scales is None and info.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
             f"{info.file}: tensor {piece!r} has dtype {info.dtype}; expected one of "
-            f"{sorted(str(dtype) for dtype in FLOAT_DTYPES)}"
+            f"{sorted(str(dtype) for dtype in FLOAT_DTYPES)} ({plan.path})"
         )
     if info.scales is not None:
         _check_scales(source, plan, piece, info.scales)
@@ -175,7 +190,7 @@ def _check_left_over(source: TensorSource, weights: WeightMap, config: ModelConf
             continue
         check = next((check for regex, check in checks if regex.fullmatch(name)), None)
         if check is None:
-            left_over.append(repr(name))
+            left_over.append(_with_place(name, weights))
         else:
             check(source, name, config)
     if left_over:
@@ -185,10 +200,19 @@ def _check_left_over(source: TensorSource, weights: WeightMap, config: ModelConf
         )
 
 
+def _with_place(name: str, weights: WeightMap) -> str:
+    """A tensor's name with the parameter that it would be, had the model such a one."""
+    for path, pattern in weights.names.items():
+        match = _pattern_regex(pattern).fullmatch(name)
+        if match is not None:
+            return f"{name!r} (for {path.format_map(match.groupdict())})"
+    return repr(name)
+
+
 def _pattern_regex(pattern: str) -> re.Pattern[str]:
     escaped = re.escape(pattern)
     for axis in ("layer", "expert"):
-        escaped = escaped.replace(re.escape(f"{{{axis}}}"), r"\d+")
+        escaped = escaped.replace(re.escape(f"{{{axis}}}"), rf"(?P<{axis}>\d+)", 1)
     return re.compile(escaped)
 
 

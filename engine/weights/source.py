@@ -10,12 +10,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from engine.errors import CheckpointError
 
 SOURCE_KINDS = (
-    "expected a local path (a .gguf file, a Hugging Face directory, a Grok-1 release or a converted model), "
+    "expected a local path (a .gguf file, a Hugging Face directory or a state dict in one, a Grok-1 release or a "
+    "converted model), "
     "package:<package>/<file>, or hf:<org>/<name>[@<revision>]"
 )
 
 HUB_ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-"""Never `*.bin`: those are pickles, and unpickling runs code of the file's author."""
+"""Not `*.bin`: repositories that have both formats would be downloaded twice."""
 
 HUB_IGNORE_PATTERNS = ("*/*", "consolidated*.safetensors")
 """Other layouts of the same weights, which some repositories carry beside the Hugging Face one."""

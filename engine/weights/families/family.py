@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,8 +35,9 @@ class WeightMap:
     """Patterns of tensors that a checkpoint may hold beside the parameters, each with its check."""
     transposed: frozenset[str] = frozenset()
     """Paths of the parameters that the checkpoint has as [..., in, out]."""
-    first_layer_only: frozenset[str] = frozenset()
-    """Paths of parameters that a checkpoint has a tensor for in its first layer only; in the others they are zero."""
+    optional: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Paths of parameters that a checkpoint has tensors for in some layers only, and in which; they are zero in the
+    others."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,13 @@ class Family:
     """The class that wrote the checkpoint, under `architectures` in config.json."""
     parse_config: Callable[[HFConfig], ModelConfig]
     weights: WeightMap
+    """Of a config that says nothing else."""
+    optional: Callable[[HFConfig], Mapping[str, frozenset[int]]] = lambda config: {}
+    """`WeightMap.optional` as a config says it. Raises `CheckpointError`."""
+
+    def weights_for(self, config: HFConfig) -> WeightMap:
+        """The weights of a checkpoint with this config. Raises `CheckpointError`."""
+        return replace(self.weights, optional=self.optional(config))
 
 
 def check_tied_head(embedding_name: str) -> ExtraCheck:

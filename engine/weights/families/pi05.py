@@ -20,18 +20,38 @@ _ATTENTION_BIAS_NAMES = {**QKV_BIAS_NAMES, **OUTPUT_BIAS_NAMES}
 
 
 def parse_config(config: HFConfig) -> ModelConfig:
-    """`attention_bias` is "first layer only" (all four projections of that layer); nothing else is known to exist."""
-    if config.values.get("attention_bias") != FIRST_LAYER_ONLY:
-        raise config.refuse("attention_bias", f"expected {FIRST_LAYER_ONLY!r}")
+    """`attention_bias` says which layers have biases on all four projections (see `biased_layers`)."""
+    has_bias = bool(biased_layers(config))
     return ModelConfig(
         **common_fields(config, "pi05", norm_eps_key="layer_norm_eps"),
         norm="layer",
         gated=False,
-        qkv_bias=True,
-        attention_output_bias=True,
+        qkv_bias=has_bias,
+        attention_output_bias=has_bias,
         ffn_bias=True,
         layer_windows=uniform_windows(config),
     )
+
+
+def biased_layers(config: HFConfig) -> frozenset[int]:
+    """The layers whose attention has biases: `attention_bias` is true (all), false (none), "first layer only", or a
+    list of layer numbers. Raises `CheckpointError`."""
+    value, num_layers = config.values.get("attention_bias"), config.integer("num_hidden_layers")
+    if isinstance(value, bool):
+        return frozenset(range(num_layers)) if value else frozenset()
+    if value == FIRST_LAYER_ONLY:
+        return frozenset({0})
+    if isinstance(value, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in value):
+        return frozenset(value)
+    raise config.refuse(
+        "attention_bias",
+        f"expected true, false, {FIRST_LAYER_ONLY!r} or a list of layer numbers in [0, {num_layers})",
+    )
+
+
+def _optional(config: HFConfig) -> dict[str, frozenset[int]]:
+    layers = biased_layers(config)
+    return {} if len(layers) == config.integer("num_hidden_layers") else dict.fromkeys(_ATTENTION_BIAS_NAMES, layers)
 
 
 PI05 = Family(
@@ -51,6 +71,28 @@ PI05 = Family(
             "final_norm/bias": "model.norm.bias",
         },
         extras=EXTRAS,
-        first_layer_only=frozenset(_ATTENTION_BIAS_NAMES),
     ),
+    optional=_optional,
 )
+
+
+def pi05_config(num_layers: int = 18, intermediate_size: int = 4096, vocab_size: int = 32000) -> ModelConfig:
+    """The full-size model: for random weights, and to plan with. Width, heads, norms, window and positions are the
+    design's own; it leaves depth, feed-forward width and vocabulary open. No layer has attention biases."""
+    return ModelConfig(
+        family="pi05",
+        vocab_size=vocab_size,
+        hidden_size=1024,
+        num_layers=num_layers,
+        num_heads=16,
+        num_kv_heads=16,
+        head_size=64,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=512,
+        norm="layer",
+        norm_eps=1e-5,
+        activation="gelu",
+        gated=False,
+        ffn_bias=True,
+        layer_windows=(256,) * num_layers,
+    )

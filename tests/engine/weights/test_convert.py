@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from engine.compare import main as compare_main
 from engine.errors import CheckpointError
 from engine.models.decoder import Decoder
 from engine.sharding import make_mesh, param_sharding
@@ -28,6 +30,7 @@ from .gguf_builder import llama_metadata, write_gguf
 from .gguf_builder import llama_tensors as gguf_tensors
 from .grok1_checkpoints import CONFIG as GROK1_CONFIG
 from .grok1_checkpoints import make_tensors, write_grok1
+from .torch_builder import write_state_dict
 
 SHARD_BYTES = 3000
 """Makes several files of the tiny models."""
@@ -311,6 +314,84 @@ def test_the_command(source, destination, capsys):
     assert "this conversion is finished" in capsys.readouterr().err
     assert main([str(source / "absent"), str(destination)]) == 2
     assert "no such file or directory" in capsys.readouterr().err
+
+
+def test_a_state_dict_is_converted_with_its_folders_tokenizer(tmp_path, destination):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    (source / "tokenizer.json").write_text("{}")
+    file = write_state_dict(source / "pytorch_model.bin", llama_tensors())
+    convert(file, destination, shard_bytes=SHARD_BYTES, verify=True)
+    assert (destination / "tokenizer.json").read_text() == "{}"
+    assert_same(load(destination), load(llama(tmp_path / "safetensors")))
+
+
+@pytest.mark.parametrize("prefix", ["window_", "full_"])
+def test_a_converted_pi05_computes_what_pytorch_did(destination, capsys, prefix):
+    folder = reference_dir("hf/pi05-tiny")
+    assert main([str(folder / "pytorch_model.bin"), str(destination), "--verify"]) == 0
+    window = ["--window", "full"] if prefix == "full_" else []
+    assert compare_main([str(destination), str(folder / "reference.npz"), "--prefix", prefix, *window]) == 0
+
+
+def test_the_table_names_every_parameter_with_its_tensor(tmp_path, capsys):
+    folder = reference_dir("hf/pi05-tiny")
+    assert main([str(folder), "--table", "--dtype", "bfloat16"]) == 0
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["SOURCE", "TARGET", "SHAPE", "TRANSPOSE", "DTYPE", "OPTIONAL"]
+    by_target = {row[1]: row for row in rows[1:]}
+    assert by_target.keys() == load(folder).keys()
+    name = "model.layers.{}.self_attn.q_proj.{}"
+    expected = [
+        [name.format(0, "bias"), "layer_0/attention/q/b", "64", "no", "float32 -> bfloat16", "yes"],
+        [name.format(1, "bias"), "layer_1/attention/q/b", "64", "no", "absent -> bfloat16", "yes"],
+        [name.format(1, "weight"), "layer_1/attention/q/w", "64 x 64", "no", "float32 -> bfloat16", "no"],
+        ["model.norm.bias", "final_norm/bias", "64", "no", "float32", "no"],
+    ]
+    for row in expected:
+        assert by_target[row[1]] == row
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "row"),
+    [
+        (
+            "grok1",
+            "keep",
+            "transformer/decoder_layer_1/moe/linear_1/w  layer_1/moe/down/w yes int8 with scales",
+        ),
+        (
+            "mixtral",
+            "int8",
+            "model.layers.0.block_sparse_moe.experts.{expert}.w2.weight layer_0/moe/down/w no float32 -> int8",
+        ),
+        ("gguf", "keep", "blk.0.attn_q.weight layer_0/attention/q/w"),
+    ],
+)
+def test_tables_of_other_sources(tmp_path, name, dtype, row):
+    (tmp_path / "source").mkdir()
+    found = convert_module.table(SOURCES[name](tmp_path / "source"), dtype)
+    (line,) = [line for line in found.splitlines() if row.split()[1] in line.split()]
+    shapeless = re.sub(r"\d+( x \d+)+", "", line)
+    assert " ".join(shapeless.split()).startswith(" ".join(row.split()))
+
+
+@pytest.mark.parametrize("arguments", [[], ["there", "--table"], ["--table", "--verify"]])
+def test_a_table_has_no_destination_and_a_conversion_one(source, capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main([str(source), *arguments])
+    assert caught.value.code == 2
+    assert "expected a DESTINATION, or --table without one" in capsys.readouterr().err
+
+
+def test_a_tensor_of_another_kind_is_refused_naming_both_sides(tmp_path, destination):
+    tensors = llama_tensors() | {"model.norm.weight": np.ones(10, np.int32)}
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'model\.norm\.weight' has dtype int32; expected one of .* \(final_norm/scale\)"
+    ):
+        convert(write_checkpoint(tmp_path / "source", LLAMA_CONFIG, tensors), destination)
 
 
 def test_shards_hold_their_size():

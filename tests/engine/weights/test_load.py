@@ -1,3 +1,4 @@
+import json
 import weakref
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 from engine.errors import CheckpointError
 from engine.weights.families import FAMILIES
 from engine.weights.hf import HFSource
-from engine.weights.load import load_config, load_params
+from engine.weights.load import load_config, load_params, open_source
 from engine.weights.loader import Loader
 from engine.weights.plan import plan_params
 
@@ -25,6 +26,7 @@ from .checkpoints import (
     write_checkpoint,
     write_sharded,
 )
+from .torch_builder import write_state_dict, write_torch_index
 from .trees import abstract_tree, mesh_of, sharding_on
 
 
@@ -174,6 +176,102 @@ def test_pi05_with_biases_in_its_first_layer_only(num_devices):
     assert flat.keys() == {"embed/w", "lm_head/w", "final_norm/scale"}
 
 
+PI05_BIASES = [f"self_attn.{projection}_proj.bias" for projection in "qkvo"]
+
+
+def changed_pi05(tmp_path, attention_bias, without=(), **more):
+    """A copy of the tiny checkpoint with another statement on its biases, and some tensors more or less."""
+    path = reference_dir("hf/pi05-tiny")
+    tensors = load_file(path / "model.safetensors") | more
+    config = json.loads((path / "config.json").read_text()) | {"attention_bias": attention_bias}
+    return write_checkpoint(tmp_path / "model", config, {n: t for n, t in tensors.items() if n not in without})
+
+
+def test_pi05_with_biases_in_other_layers(tmp_path):
+    of_layer_2 = {f"model.layers.2.{name}": np.full(64, 2 + i, np.float32) for i, name in enumerate(PI05_BIASES)}
+    params = load(changed_pi05(tmp_path, [0, 2], **of_layer_2))
+    assert np.abs(params["layer_0/attention/q"]["b"]).max() > 0.1
+    for i, projection in enumerate("qkvo"):
+        np.testing.assert_array_equal(params[f"layer_1/attention/{projection}"]["b"], np.zeros(64))
+        np.testing.assert_array_equal(params[f"layer_2/attention/{projection}"]["b"], np.full(64, 2 + i))
+
+
+def test_pi05_without_attention_biases(tmp_path):
+    without = [f"model.layers.0.{name}" for name in PI05_BIASES]
+    params = load(changed_pi05(tmp_path, False, without))
+    assert "b" not in params["layer_0/attention/q"]
+    assert "b" in params["layer_0/ffn/up"]
+
+
+@pytest.mark.parametrize(
+    ("attention_bias", "without", "message"),
+    [
+        (
+            "first layer only",
+            ["model.layers.0.self_attn.k_proj.bias"],
+            r"k_proj\.bias' \(for layer_0/attention/k/b\) mis",
+        ),
+        (True, [], r"'model\.layers\.1\.self_attn\.k_proj\.bias' \(for layer_1/attention/k/b\)"),
+        (False, [], r"k_proj\.bias' \(for layer_0/attention/k/b\), .* left over"),
+        ([1], [], r"'model\.layers\.1\.self_attn\.k_proj\.bias' \(for layer_1/attention/k/b\)"),
+    ],
+)
+def test_biases_that_are_not_where_the_config_says_are_refused(tmp_path, attention_bias, without, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(changed_pi05(tmp_path, attention_bias, without))
+
+
+def as_torch(directory, num_files=1):
+    """The llama of `llama_tensors` in PyTorch's files."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    tensors = llama_tensors()
+    if num_files == 1:
+        write_state_dict(directory / "pytorch_model.bin", tensors)
+        return directory
+    weight_map = {}
+    for i in range(num_files):
+        names = sorted(tensors)[i::num_files]
+        file = f"pytorch_model-{i + 1:05}-of-{num_files:05}.bin"
+        write_state_dict(directory / file, {name: tensors[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    write_torch_index(directory, weight_map)
+    return directory
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_state_dicts_are_loaded_as_safetensors_are(tmp_path, num_files, num_devices):
+    path = as_torch(tmp_path / "model", num_files)
+    assert_params_equal_file(load(path, num_devices), llama_tensors(), attention_names, ffn_names)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "weights.pt", "weights.pth"])
+def test_a_state_dict_is_named_by_its_file(tmp_path, name):
+    path = write_checkpoint(as_torch(tmp_path / "model"), LLAMA_CONFIG, llama_tensors())
+    for suffix in (".pt", ".pth"):
+        (path / "pytorch_model.bin").with_name(f"weights{suffix}").write_bytes(
+            (path / "pytorch_model.bin").read_bytes()
+        )
+    opened, _ = open_source(path / name, load_config(path / name))
+    assert {info.file.name for info in opened.tensors.values()} == {name}
+    assert_params_equal_file(load(path / name), llama_tensors(), attention_names, ffn_names)
+
+
+def test_of_both_formats_the_safetensors_are_read(tmp_path):
+    path = write_checkpoint(as_torch(tmp_path / "model"), LLAMA_CONFIG, llama_tensors())
+    (path / "pytorch_model.bin").write_bytes(b"damaged")
+    assert_params_equal_file(load(path), llama_tensors(), attention_names, ffn_names)
+
+
+def test_a_folder_without_weights_is_refused_with_what_was_expected(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    with pytest.raises(
+        CheckpointError, match=r"no weights; expected one of model\.safetensors, .*pytorch_model\.bin\.ind"
+    ):
+        load(tmp_path)
+
+
 def test_parameters_lie_where_they_were_asked_to(tmp_path):
     path = write_checkpoint(tmp_path, LLAMA_CONFIG, llama_tensors())
     sharding_for = sharding_on(mesh_of(8))
@@ -219,8 +317,14 @@ INFINITE[39, 9] = -np.inf
             r"'model\.layers\.1\.mlp\.up_proj\.weight' \(for layer_1/ffn",
         ),
         ({"lm_head.weight": None}, r"'lm_head\.weight' \(for lm_head/w\) missing"),
-        ({"model.layers.3.mlp.up_proj.weight": NAN}, r"'model\.layers\.3\.mlp\.up_proj\.weight' left over"),
-        ({"model.layers.0.self_attn.q_proj.bias": NAN[:, 0].copy()}, r"q_proj\.bias' left over"),
+        (
+            {"model.layers.3.mlp.up_proj.weight": NAN},
+            r"'model\.layers\.3\.mlp\.up_proj\.weight' \(for layer_3/ffn/up/w\) left over",
+        ),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": NAN[:, 0].copy()},
+            r"q_proj\.bias' \(for layer_0/attention/q/b\) left over",
+        ),
         (
             {"model.layers.2.mlp.down_proj.weight": np.zeros((16, 10), np.float32)},
             r"model\.safetensors: tensor 'model\.layers\.2\.mlp\.down_proj\.weight' has shape \[16, 10\]; the config "

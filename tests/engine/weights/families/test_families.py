@@ -9,9 +9,13 @@ import pytest
 from engine.config import Llama3RopeScaling, ModelConfig, MoEConfig
 from engine.errors import CheckpointError
 from engine.weights.families import FAMILIES
+from engine.weights.families.hf_config import read_hf_config
+from engine.weights.families.pi05 import PI05, pi05_config
 from engine.weights.load import load_config
+from engine.weights.plan import rule_of
 
 from ..checkpoints import LLAMA_CONFIG, reference_dir
+from ..trees import abstract_tree
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -182,7 +186,10 @@ def test_qwen_windows(parse, family, changes, expected):
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
-        ("pi05", {"attention_bias": True}, "attention_bias is True: expected 'first layer only'"),
+        ("pi05", {"attention_bias": None}, "attention_bias is None: expected true, false, 'first layer only' or a li"),
+        ("pi05", {"attention_bias": "last"}, r"attention_bias is 'last': .* list of layer numbers in \[0, 3\)"),
+        ("pi05", {"attention_bias": [3]}, r"attention_bias is \[3\]"),
+        ("pi05", {"attention_bias": [True]}, r"attention_bias is \[True\]"),
         ("pi05", {"layer_norm_eps": None}, "layer_norm_eps is missing"),
         ("qwen3_moe", {"num_experts": None}, "num_experts or num_local_experts is missing"),
     ],
@@ -191,6 +198,34 @@ def test_options_that_cannot_be_served_are_refused_by_name(parse, family, change
     with pytest.raises(CheckpointError, match=message) as caught:
         parse(family, **changes)
     assert "config.json" in str(caught.value) or "ConfigError" in repr(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [
+        (True, {0, 1, 2}),
+        (False, set()),
+        ("first layer only", {0}),
+        ([], set()),
+        ([2, 0], {0, 2}),
+        ([0, 1, 2], {0, 1, 2}),
+    ],
+)
+def test_the_layers_of_pi05_that_have_attention_biases(parse, tmp_path, value, layers):
+    config = parse("pi05", attention_bias=value)
+    assert config.qkv_bias == config.attention_output_bias == bool(layers)
+    optional = PI05.weights_for(read_hf_config(tmp_path)).optional
+    names = {f"layer_{{layer}}/attention/{projection}/b" for projection in "qkvo"}
+    assert optional == ({} if layers == {0, 1, 2} else dict.fromkeys(names, layers))
+
+
+def test_the_full_size_pi05_has_what_the_design_states():
+    config = pi05_config(num_layers=2)
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size) == (1024, 16, 16, 64)
+    assert (config.norm, config.norm_eps, config.activation, config.gated) == ("layer", 1e-5, "gelu", False)
+    assert (config.layer_windows, config.max_position_embeddings) == ((256, 256), 512)
+    rules = {rule_of(f"{path}/{name}") for path, leaves in abstract_tree(config).items() for name in leaves}
+    assert rules <= PI05.weights.names.keys()
 
 
 def test_mistral_must_say_whether_it_has_a_window(parse):
