@@ -94,6 +94,8 @@ class FakeEngine:
         self.threads: set[int] = set()
         self.requests: list[Request] = []
         """Every request that was taken, in the order of arrival."""
+        self.started: list[Request] = []
+        """The same in the order in which they got a slot."""
         self.num_steps = 0
         self.num_cached_tokens = 0
         self._waiting: list[_Running] = []
@@ -138,6 +140,7 @@ class FakeEngine:
             raise RuntimeError("secret inner detail")
         while self._waiting and len(self.running) < self.num_slots:
             self.running.append(self._waiting.pop(0))
+            self.started.append(self.running[-1].request)
         outputs = [RequestOutput(request_id, (), None, FinishReason.ABORTED) for request_id in self._aborted]
         self._aborted.clear()
         for running in list(self.running):

@@ -38,13 +38,14 @@ class Gate:
         self.semaphore.release(1_000)
 
 
-def app_config(**limits: object) -> AppConfig:
+def app_config(auth: Mapping[str, object] | None = None, **limits: object) -> AppConfig:
     """A config whose model is called "fake"."""
     return parse_app_config(
         {
             "model": {"source": "nowhere/fake"},
             "engine": {"num_slots": NUM_SLOTS, "max_queue_len": MAX_QUEUE_LEN, "max_model_len": MAX_MODEL_LEN},
             "limits": limits,
+            "auth": auth or {},
         }
     )
 
@@ -70,10 +71,10 @@ class Harness:
         async with self.client as client:
             return await client.post(path, json=body, **options)
 
-    async def get(self, path: str) -> httpx.Response:
+    async def get(self, path: str, **options: Any) -> httpx.Response:
         """GETs a path."""
         async with self.client as client:
-            return await client.get(path)
+            return await client.get(path, **options)
 
     async def idle(self) -> None:
         """Returns once the engine holds no request."""
@@ -82,7 +83,10 @@ class Harness:
 
 @asynccontextmanager
 async def running(
-    gate: Gate | None = None, fail_at_step: int | None = None, **limits: object
+    gate: Gate | None = None,
+    fail_at_step: int | None = None,
+    auth: Mapping[str, object] | None = None,
+    **limits: object,
 ) -> AsyncIterator[Harness]:
     """A harness whose engine thread ends with the block."""
     engine = FakeEngine(
@@ -92,7 +96,7 @@ async def running(
         gate=None if gate is None else gate.semaphore,
         fail_at_step=fail_at_step,
     )
-    harness = Harness(engine, app_config(**limits))
+    harness = Harness(engine, app_config(auth, **limits))
     try:
         yield harness
     finally:

@@ -70,6 +70,25 @@ def check(
         ("timeout_s", 0, "timeout_s"),
         ("timeout_s", 1e9, "timeout_s is 1e+09; this server allows at most 3600 seconds"),
         ("user", 5, "user"),
+        ("n", 0, "n: Input should be greater than or equal to 1 (given: 0)"),
+        ("n", -1, "n: Input should be greater than or equal to 1"),
+        ("n", 129, "n: Input should be less than or equal to 128 (given: 129)"),
+        ("n", 4, "1 prompts in one request, n is 4; this server holds 3 at a time"),
+        ("n", 2.0, "n: Input should be a valid integer"),
+        ("n", "2", "n: Input should be a valid integer"),
+        ("n", True, "n: Input should be a valid integer"),
+        ("priority", 0.5, "priority: Input should be a valid integer"),
+        ("priority", "high", "priority: Input should be a valid integer"),
+        ("priority", False, "priority: Input should be a valid integer"),
+        ("priority", 2**31, "priority: Input should be less than 2147483648"),
+        ("priority", -(10**30), "priority: Input should be greater than or equal to -2147483648"),
+        ("cache_salt", "", "cache_salt: String should have at least 1 character"),
+        ("cache_salt", 7, "cache_salt: Input should be a valid string"),
+        ("window", 0, "window: Input should be greater than or equal to 1"),
+        ("window", -8, "window: Input should be greater than or equal to 1"),
+        ("window", 8.5, "window: Input should be a valid integer"),
+        ("window", True, "window: Input should be a valid integer"),
+        ("window", 2**30, "window is 1073741824"),
         ("model", "gpt-4", "the model 'gpt-4' does not exist; this server serves 'fake'"),
         ("model", 3, "model"),
         ("temprature", 1, 'temprature is no parameter of this API; did you mean "temperature"?'),
@@ -160,7 +179,6 @@ def test_parameters_of_one_endpoint(path: str, extra: dict[str, object], message
 
 
 NOT_NEUTRAL: dict[str, object] = {
-    "n": 2,
     "best_of": 2,
     "store": True,
     "presence_penalty": 0.5,
@@ -194,7 +212,8 @@ def test_unsupported_parameters_are_accepted_with_values_that_change_nothing() -
 
 
 def test_true_is_no_neutral_number() -> None:
-    check(COMPLETIONS, json.dumps({**VALID[COMPLETIONS], "n": True}).encode(), 400, "n is not supported", "n")
+    best = json.dumps({**VALID[COMPLETIONS], "best_of": True}).encode()
+    check(COMPLETIONS, best, 400, "best_of is not supported", "best_of")
     zero = json.dumps({**VALID[COMPLETIONS], "presence_penalty": False}).encode()
     check(COMPLETIONS, zero, 400, "presence_penalty is not supported", "presence_penalty")
 

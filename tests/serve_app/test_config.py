@@ -91,12 +91,52 @@ def test_the_engine_section_is_the_engine_config() -> None:
             "num_replicas and autoscaling",
         ),
         ({"model": MODEL, "log_level": "LOUD"}, "log_level"),
+        (
+            {"model": {**MODEL, "draft_source": "small"}},
+            "model.draft_source is given and engine.num_draft_tokens is 0; expected at least 1, or no draft_source",
+        ),
+        ({"model": {**MODEL, "draft_source": ""}, "engine": {"num_draft_tokens": 2}}, "model.draft_source"),
+        ({"model": MODEL, "engine": {"num_draft_tokens": 65}}, "engine.num_draft_tokens"),
+        ({"model": MODEL, "auth": {"keys": [{"name": "", "key": "env:A"}]}}, "auth.keys.0.name"),
+        ({"model": MODEL, "auth": {"keys": [{"name": "a"}]}}, "auth.keys.0.key: is missing"),
+        ({"model": MODEL, "auth": {"kyes": []}}, 'auth.kyes: unknown field; did you mean "keys"?'),
+        (
+            {"model": MODEL, "auth": {"keys": [{"name": "a", "nmae": "b", "key": "env:A"}]}},
+            'auth.keys.0.nmae: unknown field; did you mean "name"?',
+        ),
     ],
 )
 def test_mistakes_are_named(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_app_config(args)
     assert message in str(caught.value)
+
+
+def test_a_draft_model_goes_with_guesses() -> None:
+    args = {"model": {**MODEL, "draft_source": "small"}, "engine": {"num_draft_tokens": 2}}
+    assert parse_app_config(args).model.draft_source == "small"
+
+
+@pytest.mark.parametrize(
+    "auth",
+    [
+        "sk-clear",
+        ["sk-clear"],
+        {"keys": "sk-clear"},
+        {"keys": {"alice": "sk-clear"}},
+        {"keys": ["sk-clear"]},
+        {"keys": [{"name": "alice", "key": "sk-clear"}]},
+        {"keys": [{"name": "alice", "key": ["sk-clear"]}]},
+        {"keys": [{"name": "alice", "key": "sha256:sk-clear"}]},
+        {"keys": [{"name": "alice", "key": "env:sk-clear"}]},
+        {"keys": [{"name": "alice", "key": "env:A", "token": "sk-clear"}]},
+    ],
+    ids=str,
+)
+def test_what_may_be_a_key_in_clear_text_is_refused_and_not_shown(auth: object) -> None:
+    with pytest.raises(ConfigError, match="auth") as caught:
+        parse_app_config({"model": MODEL, "auth": auth})
+    assert "sk-clear" not in str(caught.value)
 
 
 def test_all_mistakes_are_named_at_once() -> None:

@@ -5,13 +5,14 @@ import pickle
 import pytest
 
 from engine import errors
-from serve_app.errors import ERROR_TABLE, ModelNotFoundError, answer_for
+from serve_app.errors import ERROR_TABLE, InvalidApiKeyError, ModelNotFoundError, answer_for
 
 RAISED_WHILE_SERVING = [
     (errors.InvalidRequestError("m", "p"), 400),
     (errors.UnsupportedParameterError("m", "p"), 400),
     (errors.PromptTooLongError("m", "p"), 400),
     (ModelNotFoundError("m", "model"), 404),
+    (InvalidApiKeyError("m"), 401),
     (errors.OverloadedError("m", 7), 503),
     (errors.QueueFullError("m", 7), 503),
     (errors.DrainingError("m", 7), 503),
@@ -40,6 +41,17 @@ def test_anything_else_shows_the_request_id_only(error: Exception) -> None:
 
 def test_overload_says_when_to_come_back() -> None:
     assert answer_for(errors.QueueFullError("m", 7), "id").headers == {"retry-after": "7"}
+
+
+def test_a_refused_key_says_how_to_send_one() -> None:
+    answer = answer_for(InvalidApiKeyError("m"), "id")
+    assert answer.headers == {"www-authenticate": "Bearer"}
+    assert answer.body["error"] == {
+        "message": "m",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
 
 
 def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:

@@ -8,9 +8,9 @@ import yaml
 from serve_app.__main__ import main
 
 
-def config_file(tmp_path: Path, **model: object) -> Path:
-    """A config file with that `model` section."""
-    application = {"import_path": "serve_app.app:build", "args": {"model": model}}
+def config_file(tmp_path: Path, sections: dict[str, object] | None = None, **model: object) -> Path:
+    """A config file with that `model` section, and those others."""
+    application = {"import_path": "serve_app.app:build", "args": {"model": model, **(sections or {})}}
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump({"applications": [application]}))
     return path
@@ -28,6 +28,25 @@ def test_a_model_that_is_not_there_ends_with_status_2(tmp_path: Path, capsys: py
     assert "no/such/model" in capsys.readouterr().err
 
 
-def test_check_looks_at_the_file_and_the_model_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_model_that_is_not_there_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sections: dict[str, object] = {"engine": {"num_draft_tokens": 2}}
+    path = config_file(tmp_path, sections, source=str(tmp_path), draft_source="no/such/draft")
+    assert main(["--check", str(path)]) == 2
+    assert "no/such/draft" in capsys.readouterr().err
+
+
+def test_a_key_that_is_not_there_ends_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections: dict[str, object] = {"auth": {"keys": [{"name": "alice", "key": "env:ALICE_KEY"}]}}
+    path = config_file(tmp_path, sections, source=str(tmp_path))
+    monkeypatch.delenv("ALICE_KEY", raising=False)
+    assert main(["--check", str(path)]) == 2
+    assert "the key 'alice' is in the variable ALICE_KEY, which is not set or empty" in capsys.readouterr().err
+    monkeypatch.setenv("ALICE_KEY", "sk-alice")
+    assert main(["--check", str(path)]) == 0
+
+
+def test_check_looks_at_the_file_the_model_and_the_keys_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", str(config_file(tmp_path, source=str(tmp_path)))]) == 0
     assert "is in order" in capfd.readouterr().out
