@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from engine.config import AttentionChoice, CacheDType, DType, EngineConfig, ExpertSharding, WeightDType
+from engine.config import CacheDType, DType, EngineConfig, ExpertSharding, WeightDType
 from engine.errors import ConfigError
 from engine.request import MAX_LOGPROBS
 from serve_app.auth import AuthSection
@@ -104,11 +104,6 @@ class EngineSection(StrictModel):
     cache_dtype: CacheDType | None = Field(
         default=None,
         description="Type of the KV cache. Default: that of the activations. int8 has a scale for each token and head.",
-    )
-    attention_kernel: AttentionChoice = Field(
-        default="auto",
-        description="Attention of decode. pallas: the kernel for NVIDIA GPUs. auto: that one where it passes a check at "
-        "the start, else reference.",
     )
     batch_invariant: bool = Field(
         default=False, description="Same tokens whatever else runs; slower (every step computes all slots)."
