@@ -21,7 +21,7 @@ from cluster.group import Leader, Member
 from cluster.messages import Command, Logits, Step, WarmUp
 from engine.errors import ReplicaGroupError
 from engine.models.decoder import Decoder, Params
-from engine.plan import PlanRow, StepPlan, StepResult
+from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
 from engine.runner import CompilationCounter, Progress, RunnerSizes, StepHandle, StepRunner
 
 T = TypeVar("T")
@@ -42,8 +42,14 @@ class RunningDigest:
 
 
 def describe_result(result: StepResult) -> str:
-    """The sampled tokens. (Log-probabilities come from the same array on every host, and say no more.)"""
-    return repr([None if sampled is None else sampled.token_id for sampled in (*result.prefill, *result.decode)])
+    """The sampled tokens. Log-probabilities are left out: machines of another make may round them differently."""
+
+    def ids(outcome: object) -> object:
+        if isinstance(outcome, tuple):
+            return [ids(part) for part in outcome]
+        return outcome.token_id if isinstance(outcome, SampledToken) else outcome
+
+    return repr((ids(result.prefill), ids(result.decode)))
 
 
 def describe_runner(runner: StepRunner) -> str:

@@ -6,8 +6,8 @@
 
     member = join(invitation, identity)                     # in the follower's process
 
-Both come before jax's first use. That all have come is known before `jax.distributed` is entered, so that no process
-waits in it for one that never started.
+Both come before jax's first use, and after its platform is chosen. That all have come is known before `jax.distributed`
+is entered, so that no process waits in it for one that never started.
 """
 
 import contextlib
@@ -276,3 +276,5 @@ def _start_jax(address: str, num_hosts: int, rank: int, timeout_s: float) -> Non
         shutdown_timeout_seconds=_SHUTDOWN_S,
         coordinator_bind_address=address,
     )
+    # Every process waits here for the devices of all: together, and not whenever each happens to need its own.
+    jax.devices()

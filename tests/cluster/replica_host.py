@@ -1,0 +1,125 @@
+"""`python -m tests.cluster.replica_host`: one process of a replica. Its task is one JSON line on stdin.
+
+It writes JSON lines: a leader first its followers' invitations.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def say(**values: object) -> None:
+    """One line."""
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+class Relay:
+    """A runner that is another one from each warm-up on: those of several cases one after the other."""
+
+    def __init__(self, cases: list[Any]) -> None:
+        self._waiting = list(cases)
+        self._runner: Any = None
+
+    def warm_up(self, progress: object = None) -> object:
+        """Of the next case's runner."""
+        from tests.cluster.cases import make_runner
+
+        self._runner = None  # its memory is free before the next one's is taken
+        self._runner = make_runner(self._waiting.pop(0))
+        return self._runner.warm_up(progress)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+
+def lead(task: dict[str, Any]) -> None:
+    """Runs all cases of a topology, or one until it is killed, or nothing."""
+    from cluster.group import Timeouts
+    from cluster.multihost import Gathering, leave
+
+    gathering = Gathering(task["num_hosts"], timeouts=Timeouts(**task["timeouts"]))
+    say(invitations=[gathering.invitation(rank).to_json() for rank in range(1, task["num_hosts"])])
+    leader = gathering.start(task.get("identity"))
+    say(started=leader.names, num_devices=[jax.local_device_count(), jax.device_count()])
+    try:
+        carry_out(task, leader)
+    except BaseException as error:
+        leader.abort(str(error))
+        raise
+    leave()
+    say(left=True)
+
+
+def carry_out(task: dict[str, Any], leader: Any) -> None:
+    """What the leader does once all have come."""
+    from cluster.lockstep import LockstepRunner
+
+    if task["mode"] == "idle":
+        while True:
+            time.sleep(60)
+    runner: Any = LockstepRunner(Relay(task_cases(task)), leader)  # type: ignore[arg-type]
+    for case in task_cases(task):
+        say(warm_up=runner.warm_up())
+        if task["mode"] == "cases":
+            from tests.cluster.cases import outcomes
+
+            np.savez(Path(task["out"]) / f"{case.name}.npz", **outcomes(runner))
+        say(done=case.name)
+    if task["mode"] == "endless":
+        step_for_ever(runner)
+    runner.stop()
+
+
+def step_for_ever(runner: Any) -> None:
+    """Decodes the same row again and again."""
+    from engine.plan import PlanRow, StepPlan
+    from engine.request import SamplingParams
+
+    row = PlanRow(0, 0, 3, 1, (5,), (0,), SamplingParams(temperature=0), True)
+    plan = StepPlan((), 0, (row,), runner.sizes.decode_row_buckets[-1])
+    for number in range(1_000_000):
+        runner.execute(plan)
+        if number == 20:
+            say(stepping=True)
+
+
+def follow_leader(task: dict[str, Any]) -> None:
+    """Does what the leader says."""
+    from cluster.lockstep import follow
+    from cluster.multihost import Invitation, join, leave
+
+    member = join(Invitation.from_json(task["invitation"]), task.get("identity"))
+    say(joined=member.rank)
+    relay: Any = Relay(task_cases(task))
+    follow(relay, member)
+    leave()
+    say(left=True)
+
+
+def task_cases(task: dict[str, Any]) -> list[Any]:
+    """The cases that a task names."""
+    from tests.cluster.cases import CASES
+
+    return [case for case in CASES[task["num_hosts"]] if case.name in task["cases"]]
+
+
+def main() -> None:
+    """The process."""
+    task = json.loads(sys.stdin.readline())
+    jax.config.update("jax_num_cpu_devices", 8 // task["num_hosts"])
+    for name, value in task["jax_config"].items():
+        jax.config.update(name, value)
+    if "invitation" in task:
+        follow_leader(task)
+    else:
+        lead(task)
+
+
+if __name__ == "__main__":
+    main()
