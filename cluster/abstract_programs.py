@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.forward import FLOAT_COLUMNS, INT_COLUMNS, AbstractParams, BatchShape, DeviceState, compile_step
 from engine.kv_cache import CacheShape
 from engine.models.decoder import Decoder
+from engine.request import MAX_STOP_TOKEN_IDS
 from engine.runner import RunnerSizes, derive_sizes
 
 Progress = Callable[[str], None]
@@ -90,7 +91,7 @@ def program_shapes(sizes: RunnerSizes) -> dict[str, BatchShape]:
 def argument_bytes(shape: BatchShape, weights: int, cache_per_position: int, page_size: int) -> int:
     """By arithmetic, what `ProgramMemory.arguments` must be: weights, cache of all slots, last tokens and the batch."""
     cache = shape.num_slots // shape.num_shards * shape.num_columns * page_size * cache_per_position
-    row = len(INT_COLUMNS) + shape.num_columns + len(FLOAT_COLUMNS) + shape.num_tokens
+    row = len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS + shape.num_columns + len(FLOAT_COLUMNS) + shape.num_tokens
     return weights + cache + 4 * (shape.num_slots + shape.rows_per_shard * row)
 
 

@@ -23,6 +23,11 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
             "be left for the answer",
             "prompt",
         )
+    if request.decode_chunk is not None and request.decode_chunk > limits.decode_chunk:
+        raise InvalidRequestError(
+            f"decode_chunk is {request.decode_chunk}; this engine samples up to {limits.decode_chunk} tokens in a step",
+            "decode_chunk",
+        )
     if len(prompt) + request.params.max_tokens > limits.max_model_len:
         raise PromptTooLongError(
             f"{len(prompt)} prompt tokens and max_tokens {request.params.max_tokens} are "

@@ -10,6 +10,9 @@ DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3", "int8"]
 ExpertSharding = Literal["width", "expert"]
+AttentionChoice = Literal["auto", "reference", "pallas"]
+AttentionKernel = Literal["reference", "pallas", "interpreted"]
+"""interpreted: the Pallas kernel without a GPU, slowly, for tests."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,12 @@ class EngineConfig:
     grows with every token, the smallest bucket; on an accelerator 512."""
     priority_ageing_s: float = 30.0
     """Seconds of waiting that count as much as one step of a request's priority."""
+    decode_chunk: int = 1
+    """Tokens that one step samples of each request at most, in a loop on the device (real-time chunking): the tokens of
+    a step come together, and new requests join between steps. More pays where a step is short beside its dispatch."""
+    decode_chunk_min: int = 1
+    """The least that chunks shrink to while something waits to be computed; while nothing does they double, step by
+    step, up to `decode_chunk`."""
     num_draft_tokens: int = 0
     """Tokens guessed ahead of a request at most and verified in one step (speculative decoding); 0: none. Guesses
     change no token, and use rows that running requests leave free."""
@@ -186,6 +195,9 @@ class EngineConfig:
     cache_dtype: CacheDType | None = None
     """None: that of the activations. int8 keeps a float32 scale for each token and KV head; float8_e4m3 keeps none, and
     what lies beyond ±448 becomes that."""
+    attention_kernel: AttentionChoice = "auto"
+    """What computes the attention of decode rows. pallas: a kernel for NVIDIA GPUs that reads pages where they lie.
+    auto: that one where the devices are such and it passes a check at the start, else reference, which is XLA's."""
     batch_invariant: bool = False
     """One program shape per kind and reductions over blocks of one size, so that a request's tokens are exactly the
     same whatever else runs. Slower: every decode step computes all slots over the whole context."""
@@ -209,6 +221,11 @@ class EngineConfig:
             raise ConfigError(f"step_token_budget is {self.step_token_budget}; expected at least 1, or null")
         if not 0 < self.priority_ageing_s < float("inf"):
             raise ConfigError(f"priority_ageing_s is {self.priority_ageing_s}; expected a number of seconds above 0")
+        if not 1 <= self.decode_chunk_min <= self.decode_chunk <= 1024:
+            raise ConfigError(
+                f"decode_chunk_min is {self.decode_chunk_min} and decode_chunk {self.decode_chunk}; expected 1 to "
+                "1024, the first no larger than the second"
+            )
         if not 0 <= self.num_draft_tokens <= 64:
             raise ConfigError(f"num_draft_tokens is {self.num_draft_tokens}; expected 0 (off) to 64")
         if not 1 <= self.ngram_min_len <= self.ngram_max_len:

@@ -217,7 +217,7 @@ class ModelDrafter:
         bucket = next(b for b in self._row_buckets if b >= max(counts))
         result = self._runner.execute(StepPlan((), 0, tuple(rows), bucket))
         sampled = zip(rows, result.decode, strict=True)
-        return [(row.sequence_id, token.token_id) for row, token in sampled if token is not None]
+        return [(row.sequence_id, tokens[0].token_id) for row, tokens in sampled if tokens]
 
     def _note(self, sequence_id: int, num_computed: int) -> None:
         self._num_computed[sequence_id] = num_computed

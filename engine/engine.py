@@ -37,6 +37,8 @@ class Engine:
                 max_queue_len=config.max_queue_len,
                 max_queued_tokens=config.max_queued_tokens,
                 step_token_budget=sizes.step_token_budget,
+                decode_chunk=config.decode_chunk,
+                decode_chunk_min=config.decode_chunk_min,
                 prefix_caching=config.prefix_caching,
                 exact=config.batch_invariant,
                 window=_largest_window(model),
@@ -72,13 +74,16 @@ class Engine:
         return self._under_way is not None or self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches the next step and takes in the one before (with guesses: first takes in the one before)."""
+        """Dispatches the next step and takes in the one before; with guesses or chunks in the other order."""
         outputs: list[RequestOutput] = []
         drafts = None
         if self._num_draft_tokens and self.scheduler.may_draft() and self._paces.wants_turn():
             # Guesses follow tokens that the host has seen.
             outputs = self._take_in()
             drafts = self._guess()
+        elif self.scheduler.next_chunk() > 1:
+            # A chunk for a request that has just ended would be long, and for nothing.
+            outputs = self._take_in()
         plan = self.scheduler.schedule(drafts)
         dispatched = None if plan is None else self._dispatch(plan)
         outputs += self._take_in()

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache, copy_pages
 from engine.models.decoder import Decoder, Params
 from engine.plan import PlanRow
+from engine.request import MAX_STOP_TOKEN_IDS
 from engine.sampling import Sampled, SamplingRows, sample
 from engine.sharding import DATA
 
@@ -39,8 +40,8 @@ class DeviceState(NamedTuple):
 class PackedRows(NamedTuple):
     """Rows of a plan as arrays; made by `pack_rows`, read by the programs."""
 
-    ints: Int[np.ndarray, "B I+C"]
-    """Columns `INT_COLUMNS`, then the page table."""
+    ints: Int[np.ndarray, "B I+S+C"]
+    """Columns `INT_COLUMNS`, `MAX_STOP_TOKEN_IDS` stop tokens (-1: none), then the page table."""
     floats: Float[np.ndarray, "B 3"]
     """Columns `FLOAT_COLUMNS`."""
     tokens: Int[np.ndarray, "B T"]
@@ -64,6 +65,8 @@ INT_COLUMNS = [
     "wants_logprobs",
     "samples",
     "window",
+    "max_new_tokens",
+    "ignore_eos",
 ]
 FLOAT_COLUMNS = ["temperature", "top_p", "min_p"]
 
@@ -101,16 +104,17 @@ def row_indices(rows: Sequence[PlanRow], shape: BatchShape) -> list[int]:
 
 def pack_rows(rows: Sequence[PlanRow], shape: BatchShape) -> PackedRows:
     """Packs plan rows; rows that are not used compute nothing that is kept."""
-    ints = np.zeros((shape.num_rows, len(INT_COLUMNS) + shape.num_columns), np.int32)
+    ints = np.zeros((shape.num_rows, len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS + shape.num_columns), np.int32)
     floats = np.zeros((shape.num_rows, len(FLOAT_COLUMNS)), np.float32)
     floats[:, 1] = 1.0
     tokens = np.zeros((shape.num_rows, shape.num_tokens), np.int32)
     ints[:, 0] = shape.num_slots
-    first_page = len(INT_COLUMNS)
+    first_stop, first_page = len(INT_COLUMNS), len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS
+    ints[:, first_stop:first_page] = -1
     for index, row in zip(row_indices(rows, shape), rows, strict=True):
         p = row.params
         seed_high, seed_low = np.array([p.seed >> 32, p.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-        ints[index, :first_page] = (
+        ints[index, :first_stop] = (
             row.slot,
             row.position,
             row.num_tokens,
@@ -121,49 +125,154 @@ def pack_rows(rows: Sequence[PlanRow], shape: BatchShape) -> PackedRows:
             p.logprobs is not None,
             row.samples,
             NO_WINDOW if row.window is None else row.window,
+            row.max_new_tokens,
+            p.ignore_eos,
         )
+        ints[index, first_stop : first_stop + len(p.stop_token_ids)] = p.stop_token_ids
         ints[index, first_page : first_page + len(row.page_ids)] = row.page_ids
         floats[index] = (p.temperature, p.top_p, p.min_p)
         tokens[index, : len(row.token_ids)] = row.token_ids
     return PackedRows(ints, floats, tokens)
 
 
-def forward_step(
+class _Rows(NamedTuple):
+    """Packed rows on the device."""
+
+    column: dict[str, Array]
+    stop_token_ids: Int[Array, "B S"]
+    page_table: Int[Array, "B C"]
+    floats: Float[Array, "B 3"]
+
+    def sampling(self, position: Int[Array, " B"], wants_logprobs: Bool[Array, " B"]) -> SamplingRows:
+        """How to choose the tokens at these positions."""
+        column = self.column
+        temperature, top_p, min_p = self.floats.T
+        seed = jnp.stack([column["seed_high"], column["seed_low"]], axis=1).astype(jnp.uint32)
+        return SamplingRows(temperature, top_p, min_p, column["top_k"], seed, position, wants_logprobs)
+
+    def ends(self, tokens: Int[Array, " B"], eos_token_ids: tuple[int, ...]) -> Bool[Array, " B"]:
+        """Whether each token ends its request."""
+        is_eos = jnp.isin(tokens, jnp.array(eos_token_ids, jnp.int32)) & (self.column["ignore_eos"] == 0)
+        return is_eos | (tokens[:, None] == self.stop_token_ids).any(axis=1)
+
+
+class StepOutput(NamedTuple):
+    """What a program chose: C tokens of each row at most."""
+
+    sampled: Sampled
+    """Every array with a leading axis C."""
+    num_sampled: Int[Array, " B"]
+
+
+def _unpack(packed: PackedRows) -> tuple[_Rows, Int[Array, "B T"]]:
+    ints = jnp.asarray(packed.ints)
+    names, stops, table = jnp.split(ints, [len(INT_COLUMNS), len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS], axis=1)
+    column = dict(zip(INT_COLUMNS, names.T, strict=True))
+    return _Rows(column, stops, table, jnp.asarray(packed.floats)), jnp.asarray(packed.tokens)
+
+
+def prefill_step(
     decoder: Decoder, params: Params, state: DeviceState, packed: PackedRows, max_blocks: int | None, all_logits: bool
-) -> tuple[DeviceState, Sampled, Float[Array, "V BT"] | None]:
-    """One step of either kind: computes each row's tokens and samples one token a row.
+) -> tuple[DeviceState, StepOutput, Float[Array, "V BT"] | None]:
+    """Computes a chunk of each row and samples the token after it.
 
     `max_blocks` bounds the context to that many blocks of `BLOCK_LEN` positions at compile time; None: as many as the
     longest row needs, decided at run time. `all_logits` returns the logits of every token, too.
     """
-    ints, tokens = jnp.asarray(packed.ints), jnp.asarray(packed.tokens)
-    batch, num_tokens = tokens.shape
-    column = dict(zip(INT_COLUMNS, ints[:, : len(INT_COLUMNS)].T, strict=True))
-    temperature, top_p, min_p = jnp.asarray(packed.floats).T
-    if num_tokens == 1:
-        on_device = state.last_tokens.at[column["slot"]].get(mode="clip")
-        tokens = jnp.where(column["token_on_device"] > 0, on_device, tokens[:, 0])[:, None]
-    layout = BatchLayout(
-        ints[:, len(INT_COLUMNS) :],
-        column["position"][:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None],
-        column["num_tokens"],
-        column["window"],
-    )
+    rows, tokens = _unpack(packed)
+    column, (batch, num_tokens) = rows.column, tokens.shape
+    positions = column["position"][:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    layout = BatchLayout(rows.page_table, positions, column["num_tokens"], column["window"])
     end = column["position"] + column["num_tokens"]
-    num_blocks = (jnp.max(end) + BLOCK_LEN - 1) // BLOCK_LEN if max_blocks is None else max_blocks
+    num_blocks = _num_blocks(end) if max_blocks is None else max_blocks
     hidden, cache = decoder.hidden(params, state.cache, tokens, layout, num_blocks)
     last = jnp.maximum(column["num_tokens"] - 1, 0)
     by_row = hidden.reshape(-1, batch, num_tokens)
     last_hidden = jnp.take_along_axis(by_row, last[None, :, None], axis=2)[:, :, 0]
-    seed = jnp.stack([column["seed_high"], column["seed_low"]], axis=1).astype(jnp.uint32)
-    sampled = sample(
-        decoder.logits(params, last_hidden),
-        SamplingRows(temperature, top_p, min_p, column["top_k"], seed, end, column["wants_logprobs"] > 0),
-    )
-    slot = jnp.where(column["samples"] > 0, column["slot"], state.last_tokens.shape[0])
-    last_tokens = state.last_tokens.at[slot].set(sampled.tokens, mode="drop")
+    sampled = sample(decoder.logits(params, last_hidden), rows.sampling(end, column["wants_logprobs"] > 0))
     logits = decoder.logits(params, hidden) if all_logits else None
-    return DeviceState(cache, last_tokens), sampled, logits
+    output = StepOutput(jax.tree.map(lambda a: a[None], sampled), jnp.ones(batch, jnp.int32))
+    return DeviceState(cache, _keep_last(state, column, sampled.tokens)), output, logits
+
+
+def decode_steps(
+    decoder: Decoder,
+    params: Params,
+    state: DeviceState,
+    packed: PackedRows,
+    max_blocks: int | None,
+    max_steps: int,
+    all_logits: bool,
+) -> tuple[DeviceState, StepOutput, Float[Array, "V B"] | None]:
+    """Samples up to `max_new_tokens` tokens of each row, `max_steps` at most, one after the other.
+
+    A row ends early at a token that ends its request, and from then on writes nothing. The loop ends with the last row:
+    one program serves any number of steps, and its compilation does not depend on it. `all_logits` (with one step)
+    returns the logits, too. `max_blocks`: as in `prefill_step`.
+    """
+    rows, tokens = _unpack(packed)
+    column, batch = rows.column, tokens.shape[0]
+    on_device = state.last_tokens.at[column["slot"]].get(mode="clip")
+    first = jnp.where(column["token_on_device"] > 0, on_device, tokens[:, 0])
+
+    def step(carry: _Decode) -> tuple[_Decode, Sampled, Array]:
+        active = carry.num_left > 0
+        layout = BatchLayout(rows.page_table, carry.position[:, None], active.astype(jnp.int32), column["window"])
+        end = carry.position + 1
+        num_blocks = _num_blocks(jnp.where(active, end, 0)) if max_blocks is None else max_blocks
+        hidden, cache = decoder.hidden(params, carry.cache, carry.tokens[:, None], layout, num_blocks)
+        logits = decoder.logits(params, hidden)
+        sampled = sample(logits, rows.sampling(end, active & (column["wants_logprobs"] > 0)))
+        goes_on = active & ~rows.ends(sampled.tokens, decoder.config.eos_token_ids)
+        after = _Decode(
+            cache,
+            jnp.where(active, sampled.tokens, carry.tokens),
+            carry.position + active,
+            jnp.where(goes_on, carry.num_left - 1, 0),
+            carry.num_sampled + active,
+        )
+        return after, sampled, logits
+
+    start = _Decode(state.cache, first, column["position"], column["max_new_tokens"], jnp.zeros(batch, jnp.int32))
+    logits = None
+    if max_steps == 1:
+        end, one, logits = step(start)
+        sampled = jax.tree.map(lambda a: a[None], one)
+    else:
+        shapes = jax.eval_shape(step, start)[1]
+        buffers = jax.tree.map(lambda a: jnp.zeros((max_steps, *a.shape), a.dtype), shapes)
+
+        def body(loop: tuple[Array, _Decode, Sampled]) -> tuple[Array, _Decode, Sampled]:
+            index, carry, buffers = loop
+            after, sampled, _ = step(carry)
+            return index + 1, after, jax.tree.map(lambda buffer, a: buffer.at[index].set(a), buffers, sampled)
+
+        _, end, sampled = jax.lax.while_loop(
+            lambda loop: jnp.any(loop[1].num_left > 0), body, (jnp.int32(0), start, buffers)
+        )
+    output = StepOutput(sampled, end.num_sampled)
+    return DeviceState(end.cache, _keep_last(state, column, end.tokens)), output, logits if all_logits else None
+
+
+class _Decode(NamedTuple):
+    """What changes from one decode step to the next."""
+
+    cache: KVCache
+    tokens: Int[Array, " B"]
+    position: Int[Array, " B"]
+    num_left: Int[Array, " B"]
+    """Tokens that each row may still sample; 0: it has ended."""
+    num_sampled: Int[Array, " B"]
+
+
+def _num_blocks(end: Int[Array, " B"]) -> Int[Array, ""]:
+    return (jnp.max(end) + BLOCK_LEN - 1) // BLOCK_LEN
+
+
+def _keep_last(state: DeviceState, column: dict[str, Array], tokens: Int[Array, " B"]) -> Int[Array, " slots"]:
+    """The last token of each slot, with those just sampled."""
+    slot = jnp.where(column["samples"] > 0, column["slot"], state.last_tokens.shape[0])
+    return state.last_tokens.at[slot].set(tokens, mode="drop")
 
 
 def compile_step(
@@ -172,9 +281,12 @@ def compile_step(
     state: DeviceState,
     shape: BatchShape,
     max_blocks: int | None,
+    max_steps: int = 1,
     all_logits: bool = False,
 ) -> jax.stages.Compiled:
-    """Compiles one program. Its arguments are (params, state, packed); `state` is donated.
+    """Compiles one program: `prefill_step` for several tokens of each row, else `decode_steps`.
+
+    Its arguments are (params, state, packed); `state` is donated.
 
     `params` and `state` may be arrays or `jax.ShapeDtypeStruct` with shardings. Products of float32 arrays are computed
     in float32 on every backend (a GPU's default rounds the factors to 10 bits).
@@ -188,7 +300,9 @@ def compile_step(
 
     def step(params: Params, state: DeviceState, packed: PackedRows) -> tuple:
         with jax.default_matmul_precision("float32"):
-            return forward_step(decoder, params, state, packed, max_blocks, all_logits)
+            if shape.num_tokens > 1:
+                return prefill_step(decoder, params, state, packed, max_blocks, all_logits)
+            return decode_steps(decoder, params, state, packed, max_blocks, max_steps, all_logits)
 
     jitted = jax.jit(
         step,

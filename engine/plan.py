@@ -31,6 +31,8 @@ class PlanRow:
     """Whether the token after these is sampled (false for all but the last chunk of a prompt)."""
     window: int | None = None
     """The request's sliding window in positions; None: the layers' own."""
+    max_new_tokens: int = 1
+    """Tokens that a decode row samples at most, one after the other on the device; it ends early at a stop token."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcomes parallel to the rows of the plan; None for rows that do not sample."""
+    """Outcomes parallel to the rows of the plan: the tokens sampled after each, none for rows that do not sample."""
 
-    prefill: tuple[SampledToken | None, ...]
-    decode: tuple[SampledToken | None, ...]
+    prefill: tuple[tuple[SampledToken, ...], ...]
+    decode: tuple[tuple[SampledToken, ...], ...]

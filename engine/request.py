@@ -84,7 +84,13 @@ class Request:
     """Sliding window in positions, at least 1: position i sees j with i - window < j <= i in every layer, or less where
     the layer's own window is smaller. None: the model's own windows."""
 
+    decode_chunk: int | None = None
+    """Tokens that one step may sample of this request, at least 1; None: as many as the engine's config says. The other
+    requests of the step keep to it, too."""
+
     def __post_init__(self) -> None:
+        if self.decode_chunk is not None and self.decode_chunk < 1:
+            raise InvalidRequestError(f"decode_chunk is {self.decode_chunk}; expected at least 1", "decode_chunk")
         if self.window is not None and not 1 <= self.window < 2**30:
             raise InvalidRequestError(f"window is {self.window}; expected at least 1 position", "window")
 

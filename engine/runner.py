@@ -14,13 +14,21 @@ from engine import kv_cache
 from engine.config import EngineConfig
 from engine.devices import put
 from engine.errors import ConfigError
-from engine.forward import BatchShape, DeviceState, PackedCopies, compile_copies, compile_step, pack_rows, row_indices
+from engine.forward import (
+    BatchShape,
+    DeviceState,
+    PackedCopies,
+    StepOutput,
+    compile_copies,
+    compile_step,
+    pack_rows,
+    row_indices,
+)
 from engine.kv_cache import BLOCK_LEN, CacheShape
 from engine.models.decoder import Decoder, Params
 from engine.models.moe import experts_apart
 from engine.plan import PageCopy, PlanRow, SampledToken, StepPlan, StepResult
 from engine.request import TokenLogprobs
-from engine.sampling import Sampled
 from engine.sharding import DATA, check_model_fits_mesh
 
 _ACCELERATOR_BUDGET = 512
@@ -40,6 +48,8 @@ class RunnerSizes:
     num_pages: int
     prefill_buckets: tuple[int, ...]
     decode_row_buckets: tuple[int, ...]
+    decode_chunk: int
+    """Tokens that a decode row samples at most."""
     step_token_budget: int
     """Tokens of a step with decode rows."""
     context_blocks: tuple[int | None, ...]
@@ -88,6 +98,7 @@ def derive_sizes(config: EngineConfig, decoder: Decoder) -> RunnerSizes:
         pages,
         buckets,
         rows,
+        config.decode_chunk,
         budget,
         _context_blocks(config, mesh, max_len),
     )
@@ -124,8 +135,8 @@ class StepHandle:
     """A dispatched step: its plan and the arrays that will hold its result."""
 
     plan: StepPlan
-    prefill: Sampled | None
-    decode: Sampled | None
+    prefill: StepOutput | None
+    decode: StepOutput | None
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ class _Program:
     rows_per_shard: int
     num_tokens: int
     max_blocks: int | None
+    max_steps: int = 1
     all_logits: bool = False
     """Returns the logits of every token, too: for verification."""
 
@@ -190,8 +202,8 @@ class StepRunner:
             if progress is not None:
                 progress(done, len(programs), program.name)
             start = time.perf_counter()
-            sampled, _ = self._run((), program)
-            jax.block_until_ready(sampled)
+            output, _ = self._run((), program)
+            jax.block_until_ready(output)
             seconds[program.name] = time.perf_counter() - start
         if progress is not None:
             progress(len(programs), len(programs), "")
@@ -226,7 +238,7 @@ class StepRunner:
 
         For verification only: it compiles programs of its own, each at its first use.
         """
-        program = replace(self._program(rows, rows_per_shard, num_tokens), all_logits=True)
+        program = replace(self._program(rows, rows_per_shard, num_tokens), max_steps=1, all_logits=True)
         _, logits = self._run(rows, program)
         return np.asarray(logits).reshape(-1, self.sizes.num_shards * rows_per_shard, num_tokens)
 
@@ -246,30 +258,36 @@ class StepRunner:
         prefill = [
             p for p in prefill if p.max_blocks is None or p.max_blocks * BLOCK_LEN >= min(p.num_tokens, s.max_model_len)
         ]
-        return prefill + [_Program(r, 1, c) for r in s.decode_row_buckets for c in s.context_blocks]
+        return prefill + [_Program(r, 1, c, s.decode_chunk) for r in s.decode_row_buckets for c in s.context_blocks]
 
     def _program(self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int) -> _Program:
-        needed = -(-max(row.position + row.num_tokens for row in rows) // BLOCK_LEN)
+        needed = -(-max(row.position + row.num_tokens + row.max_new_tokens - 1 for row in rows) // BLOCK_LEN)
         needed = max(needed, -(-min(num_tokens, self.sizes.max_model_len) // BLOCK_LEN))
         blocks = next(b for b in self.sizes.context_blocks if b is None or b >= needed)
-        return _Program(rows_per_shard, num_tokens, blocks)
+        return _Program(rows_per_shard, num_tokens, blocks, self.sizes.decode_chunk if num_tokens == 1 else 1)
 
     def _shape(self, rows_per_shard: int, num_tokens: int) -> BatchShape:
         s = self.sizes
         return BatchShape(s.num_shards, rows_per_shard, num_tokens, s.num_columns, s.num_slots)
 
-    def _run(self, rows: Sequence[PlanRow], program: _Program) -> tuple[Sampled, jax.Array | None]:
+    def _run(self, rows: Sequence[PlanRow], program: _Program) -> tuple[StepOutput, jax.Array | None]:
         shape = self._shape(program.rows_per_shard, program.num_tokens)
         compiled = self._programs.get(program)
         if compiled is None:
             compiled = compile_step(
-                self.decoder, self.params, self._state, shape, program.max_blocks, program.all_logits
+                self.decoder,
+                self.params,
+                self._state,
+                shape,
+                program.max_blocks,
+                program.max_steps,
+                program.all_logits,
             )
             self._programs[program] = compiled
-        self._state, sampled, logits = compiled(self.params, self._state, self._put(rows, shape))
+        self._state, output, logits = compiled(self.params, self._state, self._put(rows, shape))
         if self._wait_each_step:
-            jax.block_until_ready(sampled)
-        return sampled, logits
+            jax.block_until_ready(output)
+        return output, logits
 
     def _put_copies(self, copies: Sequence[PageCopy]) -> PackedCopies:
         """Sources and targets as `kv_cache.copy_pages` takes them; a step copies at most one page for each slot."""
@@ -289,22 +307,27 @@ class StepRunner:
         return put(pack_rows(rows, shape), NamedSharding(self.decoder.mesh, P(DATA, None)))
 
     def _collect(
-        self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int, sampled: Sampled | None
-    ) -> tuple[SampledToken | None, ...]:
-        if sampled is None or not any(row.samples for row in rows):
-            return (None,) * len(rows)
-        tokens = np.asarray(sampled.tokens).tolist()
+        self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int, output: StepOutput | None
+    ) -> tuple[tuple[SampledToken, ...], ...]:
+        if output is None or not any(row.samples for row in rows):
+            return ((),) * len(rows)
+        counts, tokens = np.asarray(output.num_sampled).tolist(), np.asarray(output.sampled.tokens)
         wants = any(row.params.logprobs is not None and row.samples for row in rows)
-        logprobs = jax.device_get(sampled[1:]) if wants else None
-        collected: list[SampledToken | None] = []
+        reports = jax.device_get(output.sampled[1:]) if wants else None
+        collected: list[tuple[SampledToken, ...]] = []
         for index, row in zip(row_indices(rows, self._shape(rows_per_shard, num_tokens)), rows, strict=True):
-            if not row.samples:
-                collected.append(None)
-                continue
-            report = None
-            if logprobs is not None and row.params.logprobs is not None:
-                chosen, ids, values = (a[index] for a in logprobs)
-                n = row.params.logprobs
-                report = TokenLogprobs(float(chosen), tuple(zip(ids[:n].tolist(), values[:n].tolist(), strict=True)))
-            collected.append(SampledToken(tokens[index], report))
+            count, num_top = counts[index] if row.samples else 0, row.params.logprobs
+            collected.append(
+                tuple(
+                    SampledToken(token, _report(reports, step, index, num_top))
+                    for step, token in enumerate(tokens[:count, index].tolist())
+                )
+            )
         return tuple(collected)
+
+
+def _report(arrays: Sequence[np.ndarray] | None, step: int, index: int, count: int | None) -> TokenLogprobs | None:
+    if arrays is None or count is None:
+        return None
+    chosen, ids, values = (a[step, index] for a in arrays)
+    return TokenLogprobs(float(chosen), tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True)))

@@ -50,6 +50,8 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._aborted: list[RequestOutput] = []
         self._sequence_ids = itertools.count()
+        self._chunk = limits.decode_chunk_min
+        """How far the next chunk may go where nothing waits."""
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -105,6 +107,27 @@ class Scheduler:
             0 < sum(s.wants_decode for s in self._running_on(shard)) < self.limits.num_rows for shard in self.shards
         )
 
+    def next_chunk(self) -> int:
+        """How many tokens the next step may sample of each request that generates.
+
+        From the config's least while anything waits to be computed, doubling up to its most while nothing does; never
+        more than a running request allows, or than there are pages for.
+        """
+        limits = self.limits
+        decoding = [s for s in self._running if s.started and s.wants_decode]
+        if limits.decode_chunk == 1 or not decoding:
+            return 1
+        waits = len(self._waiting) > 0 or any(not s.started or s.wants_prefill for s in self._running)
+        chunk = limits.decode_chunk_min if waits else max(self._chunk, limits.decode_chunk_min)
+        chunk = min([chunk, *(s.request.decode_chunk for s in decoding if s.request.decode_chunk is not None)])
+        for shard in self.shards:
+            needed = sum(
+                max(0, limits.num_pages_of(s.num_tokens + chunk) - len(s.pages)) for s in self._running_on(shard)
+            )
+            if needed > shard.pool.num_available:
+                return 1
+        return chunk
+
     def draft_requests(self, num_tokens: int) -> list[DraftRequest]:
         """Requests whose next tokens may be guessed, up to `num_tokens` each, with pages for the guesses.
 
@@ -144,7 +167,9 @@ class Scheduler:
         `drafts`: guessed tokens by sequence id, as `draft_requests` asked for them.
         """
         self._admit()
-        builder = StepBuilder(self.limits, self.shards, self._running, drafts or {}, self._preempt_for)
+        chunk = 1 if drafts else self.next_chunk()
+        self._chunk = min(2 * chunk, self.limits.decode_chunk)
+        builder = StepBuilder(self.limits, self.shards, self._running, drafts or {}, chunk, self._preempt_for)
         for s in sorted(self._running, key=lambda s: s.rank):
             # One that is preempted to make room for an earlier one has no slot any more.
             if s.slot is not None:
@@ -162,7 +187,7 @@ class Scheduler:
         outputs = []
         for sequence_id, group in itertools.groupby(rows, key=lambda pair: pair[0].sequence_id):
             sequence = sequences.get(sequence_id)
-            sampling = [(row, sampled) for row, sampled in group if sampled is not None]
+            sampling = [(row, sampled) for row, sampled in group if sampled]
             # The request may have ended while the step was under way.
             if sequence is not None and sampling:
                 outputs.append(self._take(sequence, sampling))
@@ -269,18 +294,23 @@ class Scheduler:
         assert s.slot is not None
         return self.shards[s.slot // self.limits.slots_per_shard]
 
-    def _take(self, s: Sequence, sampling: list[tuple[PlanRow, SampledToken]]) -> RequestOutput:
-        """Takes the token sampled after the last known one, and those after guesses while the guesses were right."""
+    def _take(self, s: Sequence, sampling: list[tuple[PlanRow, tuple[SampledToken, ...]]]) -> RequestOutput:
+        """Takes the tokens sampled after the last known one, and those after guesses while the guesses were right."""
         tokens: list[SampledToken] = []
         reason = None
-        for index, (_, sampled) in enumerate(sampling):
-            s.token_ids.append(sampled.token_id)
-            tokens.append(sampled)
-            reason = self._end_reason(s, sampled.token_id)
-            is_last = index + 1 == len(sampling)
-            if reason is not None or is_last or sampling[index + 1][0].token_ids[0] != sampled.token_id:
+        for row, sampled in sampling:
+            # Rows after the first are those of guesses.
+            if tokens and row.token_ids[0] != tokens[-1].token_id:
                 break
-        s.num_pending -= 1
+            for token in sampled:
+                s.token_ids.append(token.token_id)
+                tokens.append(token)
+                reason = self._end_reason(s, token.token_id)
+                if reason is not None:
+                    break
+            if reason is not None:
+                break
+        s.num_pending -= sampling[0][0].max_new_tokens
         if s.num_drafted:
             self.num_draft_tokens += s.num_drafted
             self.num_accepted_tokens += len(tokens) - 1
@@ -289,6 +319,8 @@ class Scheduler:
                 s.num_computed_tokens += len(tokens) - 1
         self._waiting.charge(s.request.tenant, len(tokens))
         if reason is not None:
+            # The last token is not computed, nor what a chunk cut short would have computed.
+            s.num_computed_tokens = min(s.num_computed_tokens, len(s.token_ids) - 1)
             self._finish(s)
         elif s.slot is not None:
             self._shard(s).register(s)

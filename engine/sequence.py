@@ -29,6 +29,10 @@ class SchedulerLimits:
     max_queued_tokens: int | None
     step_token_budget: int | None = None
     """Tokens of a step with decode rows, at most (but one chunk of the smallest bucket always fits); None: no limit."""
+    decode_chunk: int = 1
+    """Tokens that one step samples of a request at most."""
+    decode_chunk_min: int = 1
+    """The same while something waits to be computed; chunks grow from it."""
     prefix_caching: bool = True
     exact: bool = False
     """Every position is computed by the program, and at the place in it, that would have computed it for the request

@@ -24,7 +24,7 @@ class ShardCache:
         if window is None:
             return pages
         # A window that begins inside a page, and the longest chunk behind it.
-        chunk = max(limits.prefill_buckets[-1], limits.num_rows)
+        chunk = max(limits.prefill_buckets[-1], limits.num_rows, limits.decode_chunk)
         return min(pages, limits.num_pages_of(window + chunk) + 1)
 
     def num_pages_to_start(self, s: Sequence) -> int:

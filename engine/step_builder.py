@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 from engine.plan import PageCopy, PlanRow, StepPlan
 from engine.sequence import SchedulerLimits, Sequence
@@ -21,9 +22,14 @@ class StepBuilder:
         shards: Many[ShardCache],
         running: Many[Sequence],
         drafts: Mapping[int, tuple[int, ...]],
+        chunk: int,
         make_room: Callable[[Sequence], bool],
     ) -> None:
-        """`make_room(s)` preempts the last-ranked sequence of the shard of `s`, and says whether `s` is still there."""
+        """`chunk`: the most tokens sampled of each decoding sequence, where it has no guesses.
+
+        `make_room(s)` preempts the last-ranked sequence of the shard of `s`, and says whether `s` is still there.
+        """
+        self._chunk = chunk
         self._limits, self._shards, self._drafts, self._make_room = limits, shards, drafts, make_room
         self._num_decoding = [0] * limits.num_shards
         for s in running:
@@ -89,25 +95,26 @@ class StepBuilder:
         shard = self._shard(s).shard
         start, spare = s.num_computed_tokens, self._num_spare[shard]
         end = min(s.num_tokens, start + 1 + spare)
-        if not self._provide(s, start, end):
+        samples = end == s.num_tokens
+        num_new = min(self._chunk, s.request.params.max_tokens - s.num_generated) if samples else 1
+        if not self._provide(s, start, end + num_new - 1):
             return
         drafts: tuple[int, ...] = ()
-        if end == s.num_tokens and not s.num_pending:
+        if samples and not s.num_pending and num_new == 1:
             num_left = s.request.params.max_tokens - s.num_generated - 1
             # Guesses take no pages here, which others may need.
             num_positions = len(s.pages) * self._limits.page_size - end
             most = min(start + 1 + spare - end, num_left, num_positions)
             drafts = self._drafts.get(s.sequence_id, ())[: max(0, most)]
-        last = s.num_tokens - 1
-        for position in range(start, end):
-            self._decode.append(
-                self._row(s, position, tuple(s.token_ids[position : position + 1]), 1, position == last)
-            )
+        for position in range(start, end - 1):
+            self._decode.append(self._row(s, position, (s.token_ids[position],), 1, False))
+        last = tuple(s.token_ids[end - 1 : end])
+        self._decode.append(replace(self._row(s, end - 1, last, 1, samples), max_new_tokens=num_new))
         for index, token in enumerate(drafts):
             self._decode.append(self._row(s, end + index, (token,), 1, True))
         self._num_spare[shard] -= end + len(drafts) - start - 1
-        s.num_computed_tokens = end
-        s.num_pending += end == last + 1
+        s.num_computed_tokens = end + num_new - 1
+        s.num_pending += num_new if samples else 0
         s.num_drafted = len(drafts)
 
     def _row(self, s: Sequence, position: int, token_ids: tuple[int, ...], num_tokens: int, samples: bool) -> PlanRow:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from engine.config import CacheDType, DType, EngineConfig, ExpertSharding, WeightDType
+from engine.config import AttentionChoice, CacheDType, DType, EngineConfig, ExpertSharding, WeightDType
 from engine.errors import ConfigError
 from engine.request import MAX_LOGPROBS
 from serve_app.auth import AuthSection
@@ -79,6 +79,15 @@ class EngineSection(StrictModel):
     priority_ageing_s: float = Field(
         default=30.0, gt=0, description="Seconds of waiting that count as much as one step of a request's priority."
     )
+    decode_chunk: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Tokens that one step samples of each request at most (real-time chunking).",
+    )
+    decode_chunk_min: int = Field(
+        default=1, ge=1, le=1024, description="What chunks shrink to while something waits; they double from it."
+    )
     num_draft_tokens: int = Field(
         default=0, ge=0, le=64, description="Tokens guessed ahead and verified in one step; 0: none. Changes no token."
     )
@@ -104,6 +113,11 @@ class EngineSection(StrictModel):
     cache_dtype: CacheDType | None = Field(
         default=None,
         description="Type of the KV cache. Default: that of the activations. int8 has a scale for each token and head.",
+    )
+    attention_kernel: AttentionChoice = Field(
+        default="auto",
+        description="Attention of decode. pallas: the kernel for NVIDIA GPUs. auto: that one where it passes a check "
+        "at the start, else reference.",
     )
     batch_invariant: bool = Field(
         default=False, description="Same tokens whatever else runs; slower (every step computes all slots)."

@@ -4,7 +4,7 @@ position, token or window changes that number, every later one, and what is samp
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -112,6 +112,8 @@ class FakeDevice:
         self._memory: dict[tuple[int, int], dict[int, Cell]] = defaultdict(dict)
         self._sampled: dict[int, tuple[int, int, int]] = {}
         """For each slot: (step, sequence, token) that was sampled last."""
+        self._ended: set[int] = set()
+        """Sequences that sampled their stop token. The host may not know yet, and have them go on: for nothing."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a step at once."""
@@ -121,7 +123,13 @@ class FakeDevice:
         assert len(copied) == len(plan.copies), "two copies to one page"
         self._memory.update(copied)
         prefill = tuple(self._run(row, "prefill") for row in plan.prefill)
-        return StepResult(prefill, tuple(self._run(row, "decode") for row in plan.decode))
+        result = StepResult(prefill, tuple(self._run(row, "decode") for row in plan.decode))
+        rows = Counter(row.sequence_id for row in plan.prefill + plan.decode if row.samples)
+        for row, sampled in zip(plan.prefill + plan.decode, result.prefill + result.decode, strict=True):
+            # What follows a guess may not be true, and the host waits for it.
+            if rows[row.sequence_id] == 1 and sampled and self._ends(row, sampled[-1].token_id):
+                self._ended.add(row.sequence_id)
+        return result
 
     def shard(self, row: PlanRow) -> int:
         """The data shard of a row."""
@@ -131,8 +139,10 @@ class FakeDevice:
         rows, limits = plan.prefill + plan.decode, self.limits
         assert rows, "an empty plan"
         for row in rows:
-            assert 1 <= len(row.page_ids) * limits.page_size >= row.position + row.num_tokens, "too few pages"
-            assert row.position + row.num_tokens <= limits.max_model_len
+            end = row.position + row.num_tokens + row.max_new_tokens - 1
+            assert 1 <= len(row.page_ids) * limits.page_size >= end, "too few pages"
+            assert end <= limits.max_model_len
+            assert 1 <= row.max_new_tokens <= limits.decode_chunk
             assert all(0 <= page < limits.pages_per_shard for page in row.page_ids)
         groups = [list(g) for _, g in itertools.groupby(rows, key=lambda row: row.slot)]
         assert len({group[0].slot for group in groups}) == len(groups), "a slot is computed twice in a step"
@@ -151,21 +161,27 @@ class FakeDevice:
         for row in plan.prefill:
             assert 1 <= row.num_tokens == len(row.token_ids) <= plan.prefill_bucket
             assert row.position % multiple == 0, "a chunk starts at the wrong place"
+            assert row.max_new_tokens == 1
 
     def _check_decode(self, plan: StepPlan) -> None:
         rows = max(self._rows_by_shard(plan), default=0)
         fitting = (b for b in self.limits.decode_row_buckets if b >= rows)
         assert plan.decode_rows == (next(fitting) if plan.decode else 0), "not the smallest row count"
+        for row in plan.decode:
+            assert row.samples or row.max_new_tokens == 1
         for before, row in itertools.pairwise(plan.decode):
             if row.slot == before.slot:
                 assert row.sequence_id == before.sequence_id
                 assert row.position == before.position + 1
                 assert row.token_ids, "a token that only the device knows, behind another row"
+                assert before.max_new_tokens == 1, "a row behind one that goes on by itself"
 
     def _rows_by_shard(self, plan: StepPlan) -> list[int]:
         return [sum(self.shard(row) == shard for row in plan.decode) for shard in range(self.limits.num_shards)]
 
-    def _run(self, row: PlanRow, kind: str) -> SampledToken | None:
+    def _run(self, row: PlanRow, kind: str) -> tuple[SampledToken, ...]:
+        if row.sequence_id in self._ended:
+            return self._run_for_nothing(row)
         tokens = row.token_ids
         if not tokens:
             step, sequence_id, token = self._sampled[row.slot]
@@ -175,11 +191,27 @@ class FakeDevice:
         assert kind == "prefill" or row.num_tokens == 1
         for offset, token in enumerate(tokens):
             value = self._compute(row, row.position + offset, token, (kind, offset))
-        if not row.samples:
-            return None
-        token, report = value % VOCAB_SIZE, TokenLogprobs(-float(value), ())
-        self._sampled[row.slot] = len(self.plans) - 1, row.sequence_id, token
-        return SampledToken(token, None if row.params.logprobs is None else report)
+        sampled: list[SampledToken] = []
+        while row.samples:
+            token, report = value % VOCAB_SIZE, TokenLogprobs(-float(value), ())
+            sampled.append(SampledToken(token, None if row.params.logprobs is None else report))
+            self._sampled[row.slot] = len(self.plans) - 1, row.sequence_id, token
+            if self._ends(row, token) or len(sampled) == row.max_new_tokens:
+                break
+            # A chunk goes on from what it sampled.
+            value = self._compute(row, row.position + len(sampled), token, (kind, 0))
+        return tuple(sampled)
+
+    def _ends(self, row: PlanRow, token: int) -> bool:
+        is_eos = token in self.limits.eos_token_ids and not row.params.ignore_eos
+        return is_eos or token in row.params.stop_token_ids
+
+    def _run_for_nothing(self, row: PlanRow) -> tuple[SampledToken, ...]:
+        """Whatever this writes and samples must never be seen."""
+        for position in range(row.position, row.position + row.num_tokens + row.max_new_tokens - 1):
+            page = self._memory[self.shard(row), row.page_ids[position // PAGE_SIZE]]
+            page[position % PAGE_SIZE] = Cell(position, 1, ("nothing", 0))
+        return (SampledToken(0, None),) * row.max_new_tokens
 
     def _compute(self, row: PlanRow, position: int, token: int, place: Place) -> int:
         seen = [(j, self._read(row, j)) for j in range(first_seen(position, row.window, self.limits.window), position)]
@@ -342,7 +374,8 @@ class Loop:
         for row in plan.prefill + plan.decode:
             s, shard = sequences[row.sequence_id], self.device.shard(row)
             pool = self.scheduler.shards[shard].pool
-            for index in range(row.position // PAGE_SIZE, -(-(row.position + row.num_tokens) // PAGE_SIZE)):
+            end = row.position + row.num_tokens + row.max_new_tokens - 1
+            for index in range(row.position // PAGE_SIZE, -(-end // PAGE_SIZE)):
                 page = row.page_ids[index]
                 # The window may have left the page with this very step.
                 assert s.pages[index] in (page, None), "a row names a page that is not its own"

@@ -18,7 +18,9 @@ def test_a_plan_survives_pickling():
 
 
 def test_a_result_survives_pickling():
-    result = StepResult((None,), (SampledToken(3, TokenLogprobs(-0.5, ((3, -0.5), (1, -1.25)))), SampledToken(4, None)))
+    result = StepResult(
+        ((),), ((SampledToken(3, TokenLogprobs(-0.5, ((3, -0.5), (1, -1.25)))), SampledToken(4, None)),)
+    )
     assert pickle.loads(pickle.dumps(result)) == result
 
 
