@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from serve_app.app import build
+
+# Ray Serve's own modules warn while they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 ARGS: dict[str, Any] = {
     "model": {"source": "somewhere/name"},
@@ -14,8 +16,10 @@ ARGS: dict[str, Any] = {
 
 
 def test_keys_are_read_where_the_application_is_built_and_only_digests_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from serve_app.app import build
+
     monkeypatch.setenv("ALICE_KEY", "sk-alice")
-    ingress = build(ARGS)._bound_deployment
+    ingress: Any = build(ARGS)._bound_deployment
     replicas = ingress.init_args[2]._bound_deployment
     for deployment in (ingress, replicas):
         (key,) = deployment.init_args[0].auth.keys
@@ -24,6 +28,8 @@ def test_keys_are_read_where_the_application_is_built_and_only_digests_travel(mo
 
 
 def test_an_application_without_its_keys_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from serve_app.app import build
+
     monkeypatch.delenv("ALICE_KEY", raising=False)
     with pytest.raises(ConfigError, match="the variable ALICE_KEY, which is not set or empty"):
         build(ARGS)

@@ -32,8 +32,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """Random models of one layer."""
     smaller = ONE_LAYER | {"vocab": 256}
     return Checkpoints(
-        write_grok1(tmp_path_factory.mktemp("model"), make_tensors(config=ONE_LAYER), ONE_LAYER),
-        write_grok1(tmp_path_factory.mktemp("other"), make_tensors(config=smaller), smaller),
+        write_grok1(tmp_path_factory.mktemp("model"), dict[str, object](make_tensors(config=ONE_LAYER)), ONE_LAYER),
+        write_grok1(tmp_path_factory.mktemp("other"), dict[str, object](make_tensors(config=smaller)), smaller),
     )
 
 
