@@ -136,8 +136,9 @@ class _Machine:
             for opcode, argument, position in pickletools.genops(pickle):
                 self._position, end = position or 0, (position or 0) + 1
                 self._step(opcode.name, argument)
-        # Of truncated or malformed arguments, among them text that is no UTF-8 and numbers that are none.
-        except (ValueError, OverflowError):
+        # Of truncated or malformed arguments, among them text that is no UTF-8; names with backslashes give warnings,
+        # which some programs make errors.
+        except (ValueError, OverflowError, DeprecationWarning):
             raise self._refuse("its pickle is truncated or malformed") from None
         if end != len(pickle):
             raise self._refuse(f"its pickle has {len(pickle)} bytes, and ends at {end}")

@@ -3,7 +3,10 @@ import io
 import os
 import pickle
 import struct
+import sys
+import types
 import zipfile
+from collections import OrderedDict
 
 import ml_dtypes
 import numpy as np
@@ -117,7 +120,15 @@ PICKLES = {
     "of parameters": state_dict({"a": parameter(PLAIN)}),
     "with metadata of tensors": state_dict({"a": tensor(PLAIN, b"}")}),
     "one item at a time": b"\x80\x02}" + text("a") + tensor(PLAIN) + b"s" + STOP,
-    "with a memo": b"\x80\x02}q\x00" + text("a") + tensor(PLAIN) + b"r\x00\x01\x00\x000h\x00" + STOP,
+    "with a memo": (
+        b"\x80\x02}q\x00("
+        + text("a")
+        + b"q\x01"
+        + tensor(PLAIN)
+        + b"r\x00\x01\x00\x00"
+        + text("b")
+        + b"j\x00\x01\x00\x00u."
+    ),
     "in protocol 4": b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00}\x94(\x8c\x01a"
     + tensor(PLAIN).replace(
         b"ctorch._utils\n_rebuild_tensor_v2\n", b"\x8c\x0ctorch._utils\x8c\x12_rebuild_tensor_v2\x93"
@@ -125,20 +136,71 @@ PICKLES = {
     + b"u"
     + STOP,
 }
-PICKLES["with a memo"] = (
-    b"\x80\x02}q\x00("
-    + text("a")
-    + b"q\x01"
-    + tensor(PLAIN)
-    + b"r\x00\x01\x00\x00"
-    + text("b")
-    + b"j\x00\x01\x00\x00u."
-)
 
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_pickle_as_torch_writes_it_is_understood(tmp_path, name):
     np.testing.assert_array_equal(read(write(tmp_path, PICKLES[name])), VALUES.reshape(4, 6))
+
+
+class Tensor:
+    """What Python's own pickler meets in place of PyTorch's class."""
+
+    def __init__(self, view):
+        self.view = view
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_pythons_own_pickler_writes_is_understood(tmp_path, monkeypatch, protocol):
+    """As in PyTorch: a dict with an attribute, parameters in it, storages by reference."""
+
+    def stand_in(module, name, kind):
+        made = kind(name, (), {}) if kind is type else lambda *arguments: None
+        made.__module__, made.__name__, made.__qualname__ = module, name, name
+        monkeypatch.setitem(sys.modules, module, sys.modules.get(module) or types.ModuleType(module))
+        monkeypatch.setattr(sys.modules[module], name, made, raising=False)
+        return made
+
+    storage = stand_in("torch", "FloatStorage", type)
+    rebuild_tensor = stand_in("torch._utils", "_rebuild_tensor_v2", None)
+    rebuild_parameter = stand_in("torch._utils", "_rebuild_parameter", None)
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return ("storage", storage, value.key, "cpu", value.num_elements) if isinstance(value, View) else None
+
+        def reducer_override(self, value):
+            if not isinstance(value, Tensor):
+                return NotImplemented
+            view = value.view
+            return rebuild_tensor, (view, view.offset, view.shape, view.strides, False, OrderedDict())
+
+    class Parameter:
+        def __reduce__(self):
+            return rebuild_parameter, (Tensor(PLAIN), True, OrderedDict())
+
+    saved = OrderedDict(a=Tensor(PLAIN), b=Parameter(), **{f"more.{i}": Tensor(PLAIN) for i in range(300)})
+    saved._metadata = OrderedDict({"": {"version": 1}, "norm": {"version": 2}})
+    data = io.BytesIO()
+    Pickler(data, protocol).dump(saved)
+    source = TorchSource(write(tmp_path, data.getvalue()))
+    assert list(source.tensors) == list(saved)
+    np.testing.assert_array_equal(source.read("b"), VALUES.reshape(4, 6))
+
+
+def test_files_with_any_bytes_changed_are_read_or_refused(tmp_path):
+    data = write(tmp_path, PICKLES["with the versions of its modules"]).read_bytes()
+    random, outcomes = np.random.default_rng(0), set()
+    for _ in range(400):
+        changed = bytearray(data)
+        for at in random.integers(len(data), size=random.integers(1, 4)):
+            changed[at] = random.integers(256)
+        (tmp_path / "changed.bin").write_bytes(changed)
+        try:
+            outcomes.add(len(TorchSource(tmp_path / "changed.bin").tensors))
+        except CheckpointError:
+            outcomes.add(None)
+    assert outcomes == {None, 1}
 
 
 def test_an_element_count_beyond_31_bits_is_a_number(tmp_path):
@@ -277,6 +339,7 @@ def stored(reference):
         (b"\x80\x02R.", "make no state dict"),
         (b"\x80\x02}b.", "make no state dict"),
         (b"\x80\x02q\x00.", "make no state dict"),
+        (b"\x80\x02c\\q\nx\n.", r"truncated or malformed|it refers to"),
         (b"", "truncated or malformed"),
         (b"\xff\xff", "truncated or malformed"),
         (state_dict({"a": stored(text("x"))}), "make no state dict"),
