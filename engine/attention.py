@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Float, Int
 
+from engine.config import AttentionKernel
 from engine.kernels.blockwise_attention import blockwise_attention
 from engine.kv_cache import BLOCK_LEN, CACHE_SPEC, NO_WINDOW, BatchLayout, KVCache, write
 from engine.sharding import DATA, MODEL
@@ -29,6 +30,7 @@ def write_and_attend(
     mesh: Mesh,
     scale: float,
     softcap: float | None,
+    kernel: AttentionKernel = "reference",
 ) -> tuple[Float[Array, "H N BT"], KVCache]:
     """Stores keys and values of the batch's tokens, then lets each token attend to all it may see.
 
@@ -36,11 +38,13 @@ def write_and_attend(
     only those with i - window < j. `num_blocks` blocks of `BLOCK_LEN` positions are enough for the longest sequence of
     the batch; where they are counted at run time, those before every window are skipped, too. `scale` multiplies q·k,
     `softcap` c turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a
-    page's first position.
+    page's first position. `kernel` computes the attention where T is 1 and it reaches the whole cache (`can_address`);
+    else the reference does.
     """
     heads, rows = Spec(MODEL, None, DATA), Spec(DATA)
     # A loop whose bounds are known costs an accelerator no round trip to the host for each turn.
     static_blocks = num_blocks if isinstance(num_blocks, int) else None
+    uses_kernel = kernel != "reference" and layout.positions.shape[1] == 1
 
     @partial(
         jax.shard_map,
@@ -57,12 +61,39 @@ def write_and_attend(
         q = q.reshape(num_kv_heads, num_q_heads // num_kv_heads, size, batch, num_tokens)
         q = q.transpose(3, 0, 1, 4, 2) * jnp.asarray(scale, q.dtype)
         windows = jnp.minimum(layout.windows, window)
-        blocks = (0, static_blocks) if static_blocks is not None else (_first_block(layout, windows), num_blocks)
-        out = blockwise_attention(q, cache, layer, windows, layout, blocks, softcap)
+        if uses_kernel and can_address(cache):
+            out = _kernel_attention(q, cache, layer, windows, layout, static_blocks, softcap, kernel)
+        else:
+            blocks = (0, static_blocks) if static_blocks is not None else (_first_block(layout, windows), num_blocks)
+            out = blockwise_attention(q, cache, layer, windows, layout, blocks, softcap)
         return out.transpose(1, 2, 4, 0, 3).reshape(num_q_heads, size, batch * num_tokens), cache
 
     window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
     return local(q, k, v, cache, jnp.asarray(layer, jnp.int32), window, layout, jnp.asarray(num_blocks, jnp.int32))
+
+
+def can_address(cache: KVCache) -> bool:
+    """Whether the kernel reaches all of a device's cache: Pallas counts the elements of an array of up to 4 GiB with 32
+    bits, the first of which is a sign. Arrays of bytes between 2 and 4 GiB are left to the reference."""
+    return all(a.size <= 2**31 or a.size * a.dtype.itemsize > 2**32 for a in cache if a is not None)
+
+
+def _kernel_attention(
+    q: Float[Array, "B K G 1 N"],
+    cache: KVCache,
+    layer: Int[Array, ""],
+    windows: Int[Array, " B"],
+    layout: BatchLayout,
+    num_blocks: int | None,
+    softcap: float | None,
+    kernel: AttentionKernel,
+) -> Float[Array, "B K G 1 N"]:
+    # Not before it is needed: much of Pallas is loaded with it.
+    from engine.kernels.paged_attention import paged_attention
+
+    blocks = layout.page_table.shape[1] * cache.keys.shape[-1] // BLOCK_LEN if num_blocks is None else num_blocks
+    interpret = kernel == "interpreted"
+    return paged_attention(q, cache, layer, windows, layout, blocks * BLOCK_LEN, softcap, interpret)
 
 
 def _first_block(layout: BatchLayout, windows: Int[Array, " B"]) -> Int[Array, ""]:

@@ -10,6 +10,7 @@ from cluster.mesh import MeshConfig, build_mesh
 from cluster.platform import prepare_platform
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import build_engine as join_engine
+from engine.kernels.choice import choose_attention
 from engine.models.decoder import Decoder, Params
 from engine.request import EngineProtocol
 from engine.sharding import param_sharding
@@ -50,7 +51,8 @@ def _find(what: str, source: str) -> tuple[Path, ModelConfig]:
 def _load(path: Path, model: ModelConfig, mesh: Mesh, config: EngineConfig) -> tuple[Decoder, Params]:
     """The decoder with its weights on the mesh."""
     experts = config.expert_sharding
-    decoder = Decoder(model, mesh, config.weight_dtype, config.activation_dtype, experts)
+    attention = choose_attention(config.attention_kernel, mesh, model, config)
+    decoder = Decoder(model, mesh, config.weight_dtype, config.activation_dtype, experts, attention)
     started_at = time.monotonic()
     errors: list[QuantizationError] = []
     params = load_params(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from engine.attention import write_and_attend
-from engine.config import ExpertSharding, ModelConfig
+from engine.config import AttentionKernel, ExpertSharding, ModelConfig
 from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache
 from engine.models.layers import FeedForward, Linear, Norm, OfLayer, ParamDTypes, Rotation, rotate, rotation
 from engine.models.moe import MixtureOfExperts
@@ -33,9 +33,11 @@ class _Batch(NamedTuple):
 class Attention(hk.Module):
     """Grouped-query attention (Ainslie et al., 2023) over the paged cache."""
 
-    def __init__(self, config: ModelConfig, dtypes: ParamDTypes, mesh: Mesh, name: str) -> None:
+    def __init__(
+        self, config: ModelConfig, dtypes: ParamDTypes, mesh: Mesh, kernel: AttentionKernel, name: str
+    ) -> None:
         super().__init__(name)
-        self._config, self._dtypes, self._mesh = config, dtypes, mesh
+        self._config, self._dtypes, self._mesh, self._kernel = config, dtypes, mesh, kernel
 
     def __call__(
         self,
@@ -71,6 +73,7 @@ class Attention(hk.Module):
             mesh=self._mesh,
             scale=c.head_size**-0.5 if c.attention_scale is None else c.attention_scale,
             softcap=c.attention_softcap,
+            kernel=self._kernel,
         )
         out = out.reshape(c.num_heads * c.head_size, -1)
         project = Linear(c.hidden_size, c.attention_output_bias, self._dtypes, "o", groups.output_groups)
@@ -81,9 +84,16 @@ class Block(hk.Module):
     """One layer: attention and feed-forward (or a mixture of experts), each behind a norm and added to the residual."""
 
     def __init__(
-        self, config: ModelConfig, dtypes: ParamDTypes, mesh: Mesh, expert_sharding: ExpertSharding, name: str
+        self,
+        config: ModelConfig,
+        dtypes: ParamDTypes,
+        mesh: Mesh,
+        expert_sharding: ExpertSharding,
+        kernel: AttentionKernel,
+        name: str,
     ) -> None:
         super().__init__(name)
+        self._kernel = kernel
         self._config, self._dtypes, self._mesh, self._expert_sharding = config, dtypes, mesh, expert_sharding
 
     def __call__(
@@ -99,7 +109,7 @@ class Block(hk.Module):
         def norm(name: str) -> Norm:
             return Norm(c.norm, c.norm_eps, self._dtypes.exact, name)
 
-        attention = Attention(c, self._dtypes, self._mesh, "attention")
+        attention = Attention(c, self._dtypes, self._mesh, self._kernel, "attention")
         h, cache = attention(norm("attention_norm")(x), cache, batch, layer, window)
         x = x + (norm("attention_post_norm")(h) if c.post_norms else h)
         h = norm("ffn_norm")(x)
@@ -131,11 +141,13 @@ class Decoder:
         weight_dtype: str,
         activation_dtype: str,
         expert_sharding: ExpertSharding = "width",
+        attention_kernel: AttentionKernel = "reference",
     ) -> None:
         check_model_fits_mesh(config, mesh, expert_sharding)
         self.config = config
         self.mesh = mesh
         self.expert_sharding = expert_sharding
+        self.attention_kernel = attention_kernel
         self._dtypes = ParamDTypes.of(weight_dtype, activation_dtype)
         self._activation_dtype = jnp.dtype(activation_dtype)
 
@@ -203,7 +215,7 @@ class Decoder:
         return on_cpu and self.config.moe is None and self._dtypes.matrices != jnp.int8
 
     def _block(self, name: str) -> Block:
-        return Block(self.config, self._dtypes, self.mesh, self.expert_sharding, name)
+        return Block(self.config, self._dtypes, self.mesh, self.expert_sharding, self.attention_kernel, name)
 
     def _scan_layers(
         self, params: Params, x: Array, cache: KVCache, batch: _Batch, keep_states: bool
