@@ -119,11 +119,11 @@ class Scheduler:
             return 1
         waits = len(self._waiting) > 0 or any(not s.started or s.wants_prefill for s in self._running)
         chunk = limits.decode_chunk_min if waits else max(self._chunk, limits.decode_chunk_min)
-        chunk = min([chunk, *(s.request.decode_chunk for s in decoding if s.request.decode_chunk is not None)])
+        # One that has not started may turn out to be all cached but for its last token, and have a row at once.
+        in_step = [s for s in self._running if not s.started or s.wants_decode]
+        chunk = min([chunk, *(s.request.decode_chunk for s in in_step if s.request.decode_chunk is not None)])
         for shard in self.shards:
-            needed = sum(
-                max(0, limits.num_pages_of(s.num_tokens + chunk) - len(s.pages)) for s in self._running_on(shard)
-            )
+            needed = sum(shard.num_pages_wanting(s, chunk) for s in self._running_on(shard))
             if needed > shard.pool.num_available:
                 return 1
         return chunk

@@ -36,13 +36,16 @@ class ShardCache:
         num_held = sum(self.pool.num_holders(page) > 0 for page in cached[first:end])
         return self.num_pages_needed(s, s.num_tokens + 1) - num_held
 
-    def num_pages_wanting(self, s: Sequence) -> int:
-        """Pages that a running sequence will take from those available for its tokens and one more."""
-        num_tokens, size = s.num_tokens + 1, self.limits.page_size
+    def num_pages_wanting(self, s: Sequence, num_more: int = 1) -> int:
+        """Pages that a running sequence will take from those available for its tokens and so many more."""
+        num_tokens, size = s.num_tokens + num_more, self.limits.page_size
         num_held = sum(page is not None for page in s.pages)
         missing = min(
             self.limits.num_pages_of(num_tokens) - len(s.pages), self.num_pages_needed(s, num_tokens) - num_held
         )
+        if not s.started:
+            # Where all its tokens are cached it holds the last page and the copy at once.
+            return missing + (len(self.cached_pages(s)) * size >= s.num_tokens)
         index = s.num_computed_tokens // size
         page = s.pages[index] if index < len(s.pages) else None
         return max(0, missing) + (page is not None and not self.pool.is_writable(page))
