@@ -286,6 +286,7 @@ class Loop:
         self._evicted.clear()
         waited = self.waiting()
         running = self.running()
+        started = {s.sequence_id for s in running.values() if s.started}
         first_preempted = len(self.preempted)
         plan = self.scheduler.schedule(drafts)
         self._note_admissions(waited, running, set(self.preempted[first_preempted:]))
@@ -293,7 +294,8 @@ class Loop:
             assert self._under_way is not None or not self.scheduler._sequences, "nothing is done, and nothing awaited"
         else:
             self._check_pages(plan, registered)
-            self._check_progress(plan)
+            self._check_chunk(plan, running, self.preempted[first_preempted:])
+            self._check_progress(plan, started)
         before, self._under_way = self._under_way, None if plan is None else (plan, self.device.execute(plan))
         self._deliver(self.scheduler.take_aborted())
         if before is not None:
@@ -387,14 +389,24 @@ class Loop:
         for copy in plan.copies:
             assert copy.source != copy.target
 
-    def _check_progress(self, plan: StepPlan) -> None:
-        """The first-ranked of each shard is always computed, unless it waits for what it has sampled."""
+    def _check_chunk(self, plan: StepPlan, running: dict[str, Running], preempted: list[str]) -> None:
+        """A decode chunk keeps to every request in it, and preempts nobody."""
+        chunk = max((row.max_new_tokens for row in plan.decode), default=1)
+        assert chunk == 1 or not preempted, "a chunk took the pages of others"
+        planned = {row.sequence_id for row in plan.decode}
+        wishes = [s.request.decode_chunk for s in running.values() if s.sequence_id in planned]
+        assert all(wish is None or chunk <= wish for wish in wishes), "a chunk longer than a request allows"
+
+    def _check_progress(self, plan: StepPlan, started: set[int]) -> None:
+        """The first-ranked of each shard is always computed, unless it waits for what it has sampled. One that needs a
+        single row may have to wait for the next step, when the row is kept for it."""
         planned = {row.sequence_id for row in plan.prefill + plan.decode}
         for shard in self.scheduler.shards:
             here = self.scheduler._running_on(shard)
             if here:
                 s = min(here, key=lambda s: s.rank)
-                assert s.sequence_id in planned or s.num_drafted or s.num_generated == s.request.params.max_tokens
+                waits = s.num_drafted or s.num_generated == s.request.params.max_tokens
+                assert s.sequence_id in planned or waits or (s.sequence_id not in started and s.wants_decode)
 
     def _preempt(self, preempt: Callable[[Running], bool], s: Running) -> bool:
         shard, before = self.scheduler._shard(s), self.running()
