@@ -10,7 +10,7 @@ optional prefix, `hidden{j}_layer{l}` [T, D] (the residual stream after layer l,
 For each layer, and last the logits, two figures over the tokens of all prompts: the smallest cosine similarity of a
 token, and the largest difference of a value, as a share of the root mean square of the prompt's reference there. The
 cosine is what shows a wrong layer at a glance. It is blind to small faults (an epsilon of 1e-6 for 1e-5 leaves it at
-1.0000000), which the difference shows: in float32 a sound model is within a few millionths.
+1.0000000), which the difference shows: in float32 a sound model is within a few hundred-thousandths.
 
 Exits 0 where every layer holds both limits, 1 where not, naming the first that does not, 2 where the input is unusable.
 """
@@ -39,8 +39,9 @@ from engine.weights.source import resolve_source
 THRESHOLDS = {"float32": 0.9999, "bfloat16": 0.999}
 """Smallest cosine similarity of a sound layer, by the type of weights and activations."""
 
-TOLERANCES = {"float32": 2e-5, "bfloat16": 0.1}
-"""Largest relative difference of a sound layer, likewise."""
+TOLERANCES = {"float32": 5e-5, "bfloat16": 0.1}
+"""Largest relative difference of a sound layer, likewise. In float32 the full-size Pi05 of 18 random layers is 1e-5
+from a computation in float64; epsilon 1e-6 for 1e-5 makes 9e-5 in the tiny one, whose embedding is large."""
 
 _PAGE_SIZE = 16
 
@@ -93,7 +94,7 @@ class LayerRunner:
             jnp.tile(jnp.arange(num_columns, dtype=jnp.int32), rows),
             jnp.tile(jnp.arange(num_tokens, dtype=jnp.int32), rows),
             jnp.full(num_shards, length, jnp.int32),
-            jnp.full(num_shards, NO_WINDOW, jnp.int32),
+            jnp.full((num_shards, num_tokens), NO_WINDOW, jnp.int32),
         )
         tokens = jnp.tile(jnp.pad(jnp.array(prompt, jnp.int32), (0, num_tokens - length)), rows)
         states, logits = self._run(self._params, allocate(shape, self._decoder.mesh), tokens, layout)
