@@ -159,6 +159,8 @@ class EngineStats:
     page_utilization: float = 1.0
     """Share of the positions of held pages that hold a token, 0 to 1; 1 where none is held."""
     num_compilations_since_warm_up: int = 0
+    num_cache_misses: int = 0
+    """Programs that were compiled since the weights were loaded, because the compilation cache did not have them."""
 
 
 class EngineProtocol(Protocol):
