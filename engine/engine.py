@@ -139,6 +139,7 @@ class Engine:
             num_accepted_tokens=self.scheduler.num_accepted_tokens,
             page_utilization=self.scheduler.page_utilization(),
             num_compilations_since_warm_up=self.runner.num_compilations_since_warm_up,
+            num_cache_misses=self.runner.compilations.num_cache_misses,
         )
 
 

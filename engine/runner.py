@@ -117,17 +117,31 @@ def _context_blocks(config: EngineConfig, mesh: jax.sharding.Mesh, max_len: int)
 
 
 class CompilationCounter:
-    """Counts what XLA compiles in this process, whoever asked for it."""
+    """Counts the programs that are made in this process, whoever asked for them: compiled, or read from the cache."""
 
-    _EVENT = "/jax/core/compile/backend_compile_duration"
+    _MADE = "/jax/core/compile/backend_compile_duration"
+    _FOUND = "/jax/compilation_cache/cache_hits"
 
     def __init__(self) -> None:
         self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        """Programs made."""
+        self.num_cache_hits = 0
+        """Of those, the ones that the compilation cache had."""
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == self._EVENT:
+    @property
+    def num_cache_misses(self) -> int:
+        """Programs that had to be compiled."""
+        return self.count - self.num_cache_hits
+
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == self._MADE:
             self.count += 1
+
+    def _on_event(self, event: str, **_: str | int) -> None:
+        if event == self._FOUND:
+            self.num_cache_hits += 1
 
 
 @dataclass(frozen=True)

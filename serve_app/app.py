@@ -13,6 +13,9 @@ from serve_app.replica import Replica
 # Each ingress call waits on one replica call; a few more may be refused or ask for /health meanwhile.
 _INGRESS_HEADROOM = 64
 
+# Serve's own default is two requests, which would leave most slots empty.
+_SLOTS_IN_USE = 0.75
+
 
 def build(args: dict[str, Any]) -> Application:
     """The application of a config file; `args` is that of the file. Raises `ConfigError` naming every wrong field."""
@@ -27,12 +30,6 @@ def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: Te
     # Variables are read here: the processes that check keys may run on machines that do not have them.
     config = config.model_copy(update={"auth": config.auth.resolved()})
     serving = config.serving
-    scale: dict[str, Any] = (
-        {"num_replicas": serving.num_replicas}
-        if serving.autoscaling is None
-        else {"autoscaling_config": serving.autoscaling}
-    )
-    max_replicas = (serving.autoscaling or {}).get("max_replicas", serving.num_replicas)
     common: dict[str, Any] = {
         "graceful_shutdown_wait_loop_s": 0.5,
         "graceful_shutdown_timeout_s": serving.graceful_shutdown_s,
@@ -43,20 +40,32 @@ def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: Te
     replicas = _deployment(Replica).options(
         max_ongoing_requests=config.max_ongoing_requests,
         # Calls that wait in an ingress until Serve has picked a replica: all of a burst that the replicas could hold.
-        max_queued_requests=max_replicas * config.max_ongoing_requests,
+        max_queued_requests=serving.max_replicas * config.max_ongoing_requests,
         # A model that does not load does not load the third time either.
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": serving.replica_num_cpus, "num_gpus": serving.replica_num_gpus},
-        **scale,
+        max_surge_percent=serving.max_surge_percent,
+        **_scale(config),
         **common,
     )
     ingress = _deployment(Ingress).options(
         num_replicas=serving.num_ingress_replicas,
-        max_ongoing_requests=max_replicas * config.max_ongoing_requests + _INGRESS_HEADROOM,
+        max_ongoing_requests=serving.max_replicas * config.max_ongoing_requests + _INGRESS_HEADROOM,
+        # One more of them costs little, and without it the address would not answer for a moment.
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": serving.ingress_num_cpus},
         **common,
     )
     return ingress.bind(config, text_factory, replicas.bind(config, engine_factory))
+
+
+def _scale(config: AppConfig) -> dict[str, Any]:
+    """Serve's options for the number of engine replicas."""
+    scaling = config.serving.autoscaling
+    if scaling is None:
+        return {"num_replicas": config.serving.num_replicas}
+    target = scaling.target_ongoing_requests or _SLOTS_IN_USE * config.engine.num_slots
+    return {"autoscaling_config": {**scaling.model_dump(exclude_none=True), "target_ongoing_requests": target}}
 
 
 def _deployment(deployment_class: type) -> Deployment:

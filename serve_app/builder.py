@@ -41,6 +41,10 @@ def build_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
     return join_engine(decoder, params, engine_config, drafter), tokenizer
 
 
+_MAX_CACHE_BYTES = 32 << 30
+"""Of compiled programs on the disk."""
+
+
 def _find(what: str, source: str) -> tuple[Path, ModelConfig]:
     path = resolve_source(source)
     model = load_config(path)
@@ -70,8 +74,10 @@ def _load(path: Path, model: ModelConfig, mesh: Mesh, config: EngineConfig) -> t
 
 
 def prepare_compilation_cache(directory: str | None) -> None:
-    """Keeps compiled programs in `directory` between starts."""
+    """Keeps compiled programs in `directory` between starts, where several replicas may read and write at once."""
     if directory is None:
         return
     jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
+    # jax locks only a cache of limited size; what was used longest ago goes first.
+    jax.config.update("jax_compilation_cache_max_size", _MAX_CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

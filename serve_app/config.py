@@ -185,14 +185,55 @@ class LimitsSection(StrictModel):
         return self
 
 
+class AutoscalingSection(StrictModel):
+    """How many engine replicas there are, by what is asked of them; fields of Ray Serve's `AutoscalingConfig`."""
+
+    min_replicas: Positive = Field(
+        default=1, description="Fewest engine replicas. A section `autoscaling` stands instead of num_replicas."
+    )
+    initial_replicas: Positive | None = Field(default=None, description="Replicas at the start. Default: min_replicas.")
+    max_replicas: Positive = Field(default=1, description="Most engine replicas.")
+    target_ongoing_requests: float | None = Field(
+        default=None,
+        gt=0,
+        description="Requests that each replica should have, running or waiting. Default: three quarters of its slots.",
+    )
+    look_back_period_s: PositiveSeconds = Field(
+        default=30.0, description="The number of requests is the mean over this time."
+    )
+    upscale_delay_s: float = Field(
+        default=30.0, ge=0, description="There must be too few replicas for this long before one is added."
+    )
+    downscale_delay_s: float = Field(
+        default=600.0, ge=0, description="There must be too many for this long before one is taken away."
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "AutoscalingSection":
+        initial = self.min_replicas if self.initial_replicas is None else self.initial_replicas
+        if not self.min_replicas <= initial <= self.max_replicas:
+            raise ValueError(
+                f"min_replicas is {self.min_replicas}, initial_replicas {initial} and max_replicas "
+                f"{self.max_replicas}; expected them in this order"
+            )
+        return self
+
+
 class ServingSection(StrictModel):
     """How Ray Serve runs the application."""
 
     num_replicas: Positive = Field(
         default=1, description="Engine replicas, each with its own mesh. Not with autoscaling."
     )
-    autoscaling: dict[str, Any] | None = Field(
-        default=None, description="Ray Serve's `autoscaling_config` for the engine replicas, instead of num_replicas."
+    autoscaling: AutoscalingSection | None = Field(
+        default=None, description="As many engine replicas as the requests need, instead of num_replicas."
+    )
+    max_surge_percent: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="Upgrades: extra replicas that start before old ones stop, in percent of all; they need free "
+        "devices. 0: an old one stops first.",
     )
     num_ingress_replicas: Positive = Field(default=1, description="Processes that parse HTTP, tokenize and stream.")
     replica_num_cpus: float = Field(default=1.0, ge=0, description="CPU cores that Ray reserves for an engine replica.")
@@ -205,7 +246,7 @@ class ServingSection(StrictModel):
         description="HTTP requests under way at one engine replica. Default: its slots, its queue, and 16 more.",
     )
     graceful_shutdown_s: PositiveSeconds = Field(
-        default=600.0, description="How long running requests may go on after a shutdown or upgrade began, in seconds."
+        default=600.0, description="How long running requests may go on once their replica is to stop, in seconds."
     )
     health_check_period_s: PositiveSeconds = Field(
         default=5.0, description="Seconds between health checks of a replica."
@@ -221,6 +262,11 @@ class ServingSection(StrictModel):
             raise ValueError("num_replicas and autoscaling are both given; expected one of them")
         return self
 
+    @property
+    def max_replicas(self) -> int:
+        """The most engine replicas that there may be, but for upgrades."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
 
 class AppConfig(StrictModel):
     """One application."""
@@ -232,8 +278,8 @@ class AppConfig(StrictModel):
     serving: ServingSection = Field(default_factory=lambda: ServingSection(), description="How Ray Serve runs it.")
     auth: AuthSection = Field(default_factory=lambda: AuthSection(), description="Who may use the server.", repr=False)
     compilation_cache_dir: str | None = Field(
-        default="~/.cache/jax-serve/compiled",
-        description="Where compiled programs are kept between starts; null: nowhere.",
+        default="~/.cache/jax-serve/programs",
+        description="Where compiled programs are kept between starts, and found by further replicas; null: nowhere.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="INFO", description="Least level that is logged."

@@ -28,6 +28,7 @@ _COUNTERS = {
     "num_draft_tokens": "Tokens guessed ahead and verified.",
     "num_accepted_tokens": "Of the tokens guessed ahead, those that were right.",
     "num_compilations_since_warm_up": "Programs compiled after the warm-up; anything but 0 is a fault.",
+    "num_cache_misses": "Programs compiled because the compilation cache did not have them.",
 }
 
 

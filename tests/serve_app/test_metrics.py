@@ -23,6 +23,7 @@ STATS = EngineStats(
     num_accepted_tokens=31,
     page_utilization=0.75,
     num_compilations_since_warm_up=37,
+    num_cache_misses=47,
 )
 GAUGES = {"num_running", "num_waiting", "num_slots", "cache_usage", "page_utilization"}
 
