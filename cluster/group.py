@@ -336,8 +336,9 @@ class Member:
         self.close()
 
     def close(self) -> None:
-        """Leaves the replica."""
+        """Leaves the replica; whoever waits for a command hears of it."""
         self._ending.set()
+        self._inbox.put(ReplicaGroupError(f"host {self.rank} of {self.num_hosts} has left its replica"))
         self._channel.close()
 
     def _send(self, message: FromFollower) -> None:

@@ -193,6 +193,8 @@ def follow(runner: StepRunner, member: Member) -> None:
     except Exception as error:
         member.fail(f"{type(error).__name__}: {error}")
         raise
+    finally:
+        answers.abandon()
     member.close()
 
 
@@ -229,9 +231,13 @@ class _Answers:
 
     def close(self) -> None:
         """Returns when everything is answered."""
-        self._queue.put(None)
+        self.abandon()
         self._thread.join()
         self.check()
+
+    def abandon(self) -> None:
+        """Nothing more will be put."""
+        self._queue.put(None)
 
     def _run(self) -> None:
         try:

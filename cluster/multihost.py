@@ -1,8 +1,8 @@
 """Starts the processes of a replica that spans hosts: who comes, who does not, and `jax.distributed` in all of them.
 
-    gathering = Gathering(num_hosts=2, host="10.0.0.1")     # in the leader's process
+    gathering = Gathering(2, identity, host="10.0.0.1")     # in the leader's process
     gathering.invitation(1)                                 # plain data, for whoever starts the other process
-    leader = gathering.start(identity)                      # returns once all have come
+    leader = gathering.start()                              # returns once all have come
 
     member = join(invitation, identity)                     # in the follower's process
 
@@ -13,7 +13,6 @@ is entered, so that no process waits in it for one that never started.
 import contextlib
 import logging
 import os
-import queue
 import secrets
 import socket
 import threading
@@ -66,20 +65,26 @@ class Gathering:
     def __init__(
         self,
         num_hosts: int,
+        identity: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
         timeouts: Timeouts | None = None,
         on_failure: OnFailure = exit_process,
     ) -> None:
-        """`host`: the address of this host that the others reach; only there it listens, on a free port."""
+        """`identity`: what must be the same on all hosts, by name; versions of jax are added. `host`: the address of
+        this host that the others reach; only there it listens, on a free port. The time to come begins now."""
         if num_hosts < 2:
             raise ConfigError(f"a replica over {num_hosts} host(s) has nobody to wait for; expected at least 2")
         self.num_hosts, self.host = num_hosts, host
         self.timeouts = timeouts or Timeouts()
+        self._identity = _full_identity(identity)
         self._give_up_at = time.monotonic() + self.timeouts.start_s
         self._token = secrets.token_hex(32)
         self._leader = Leader(num_hosts, self.timeouts, on_failure)
+        self._arrival = threading.Condition()
+        self._mismatch: ConfigError | None = None
         self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="replica-accept", daemon=True).start()
 
     def __enter__(self) -> "Gathering":
         return self
@@ -92,18 +97,18 @@ class Gathering:
         assert 0 < rank < self.num_hosts, f"rank {rank} of {self.num_hosts} hosts"
         return Invitation(rank, self.num_hosts, self.host, self.port, self._token, self.timeouts)
 
-    def start(self, identity: Mapping[str, str] | None = None) -> Leader:
+    def start(self) -> Leader:
         """Waits for all hosts and starts `jax.distributed` with them.
 
-        `identity`: what must be the same on all, by name; versions of jax are added. Raises `ReplicaGroupError` naming
-        the hosts that have not come in time, or have gone, and `ConfigError` naming one whose identity differs.
+        Raises `ReplicaGroupError` naming the hosts that have not come in time, or have gone, and `ConfigError` naming
+        one whose identity differs.
         """
         try:
-            self._gather(_full_identity(identity))
+            self._gather()
         except BaseException as error:
             self.close(str(error) or type(error).__name__)
             raise
-        self._listener.close()
+        self._stop_listening()
         with _reserved_port(self.host) as port:
             address = f"{self.host}:{port}"
             try:
@@ -115,68 +120,70 @@ class Gathering:
 
     def close(self, reason: str | None = None) -> None:
         """Waits no longer; who has come is told `reason`."""
-        self._listener.close()
+        self._stop_listening()
         self._leader.abort(reason or "the leader has given up")
+
+    def _stop_listening(self) -> None:
+        # Without it a thread in `accept` would keep the port open.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     def _seconds_left(self) -> float:
         return max(0.0, self._give_up_at - time.monotonic())
 
-    def _gather(self, identity: Mapping[str, str]) -> None:
-        arrivals: queue.SimpleQueue[tuple[Channel, Hello] | OSError] = queue.SimpleQueue()
-        threading.Thread(target=self._accept, args=(arrivals,), name="replica-accept", daemon=True).start()
-        while len(self._leader.names) < self.num_hosts - 1:
-            self._leader.check()
-            try:
-                # Short turns, so that the loss of one who has come is seen, too.
-                arrival = arrivals.get(timeout=min(0.5, self._seconds_left()))
-            except queue.Empty:
+    def _gather(self) -> None:
+        with self._arrival:
+            while len(self._leader.names) < self.num_hosts - 1:
+                if self._mismatch is not None:
+                    raise self._mismatch
+                self._leader.check()
                 if not self._seconds_left():
-                    raise ReplicaGroupError(self._who_is_missing()) from None
-                continue
-            if isinstance(arrival, OSError):
-                logger.warning("a connection to the replica's port was refused: %s", arrival)
-                continue
-            self._admit(*arrival, identity)
+                    raise ReplicaGroupError(self._who_is_missing())
+                # Short turns, so that the loss of one who has come is seen, too.
+                self._arrival.wait(min(0.2, self._seconds_left()))
+        self._leader.check()
 
-    def _accept(self, arrivals: "queue.SimpleQueue[tuple[Channel, Hello] | OSError]") -> None:
+    def _accept(self) -> None:
         while True:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # closed
             # Whoever connects and says nothing keeps only its own thread waiting.
-            greet = threading.Thread(target=self._greet, args=(sock, arrivals), name="replica-greet", daemon=True)
-            greet.start()
+            threading.Thread(target=self._greet, args=(sock,), name="replica-greet", daemon=True).start()
 
-    def _greet(self, sock: socket.socket, arrivals: "queue.SimpleQueue[tuple[Channel, Hello] | OSError]") -> None:
+    def _greet(self, sock: socket.socket) -> None:
         try:
             channel = Channel.accept(sock, self._token, _HANDSHAKE_S)
         except OSError as error:
-            return arrivals.put(error)
+            return logger.warning("a connection to the replica's port was refused: %s", error)
         try:
             hello = decode(channel.receive())
             if not isinstance(hello, Hello):
-                raise ConnectionError(f"{channel.address} sent a {type(hello).__name__} first; expected a Hello")
-            arrivals.put((channel, hello))
+                raise ConnectionError(f"a {type(hello).__name__} came first; expected a Hello")
         except OSError as error:
-            channel.close()
-            arrivals.put(error)
+            logger.warning("a connection from %s to the replica's port was refused: %s", channel.address, error)
+            return channel.close()
+        with self._arrival:
+            self._admit(channel, hello)
+            self._arrival.notify_all()
 
-    def _admit(self, channel: Channel, hello: Hello, identity: Mapping[str, str]) -> None:
+    def _admit(self, channel: Channel, hello: Hello) -> None:
         who = f"host {hello.rank} of {hello.num_hosts} ({hello.name}, {channel.address})"
         if hello.num_hosts != self.num_hosts or not 0 < hello.rank < self.num_hosts:
             return _refuse(channel, f"{who} is none of the {self.num_hosts - 1} followers of this replica")
         if hello.rank in self._leader.names:
             return _refuse(channel, f"{who} has come already: {self._leader.names[hello.rank]}")
+        mine, theirs = self._identity, hello.identity
         differences = [
-            f"{name} is {hello.identity.get(name)!r} there and {identity.get(name)!r} on the leader"
-            for name in sorted(identity.keys() | hello.identity.keys())
-            if hello.identity.get(name) != identity.get(name)
+            f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} on the leader"
+            for name in sorted(mine.keys() | theirs.keys())
+            if theirs.get(name) != mine.get(name)
         ]
         if differences:
-            message = f"{who} differs from the leader: {'; '.join(differences)}"
-            _refuse(channel, message)
-            raise ConfigError(message)
+            self._mismatch = ConfigError(f"{who} differs from the leader: {'; '.join(differences)}")
+            return _refuse(channel, str(self._mismatch))
         self._leader.admit(hello.rank, hello.name, channel)
 
     def _who_is_missing(self) -> str:

@@ -49,7 +49,7 @@ CASES = {
     2: [Case(model, *shapes) for model in ["dense", "grok"] for shapes in [((1, 4), (1, 2)), ((1, 4), (2, 1))]],
     4: [Case(model, *shapes) for model in ["dense", "grok"] for shapes in [((1, 2), (1, 4)), ((1, 2), (2, 2))]],
 }
-"""By the number of hosts: meshes (1, 8) and (2, 4), the data axis between hosts, and the model axis within and between."""
+"""By the number of hosts: meshes (1, 8) and (2, 4), with hosts along the data axis, the model axis, and both."""
 
 
 def make_runner(case: Case) -> StepRunner:

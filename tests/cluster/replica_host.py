@@ -43,9 +43,9 @@ def lead(task: dict[str, Any]) -> None:
     from cluster.group import Timeouts
     from cluster.multihost import Gathering, leave
 
-    gathering = Gathering(task["num_hosts"], timeouts=Timeouts(**task["timeouts"]))
+    gathering = Gathering(task["num_hosts"], task.get("identity"), timeouts=Timeouts(**task["timeouts"]))
     say(invitations=[gathering.invitation(rank).to_json() for rank in range(1, task["num_hosts"])])
-    leader = gathering.start(task.get("identity"))
+    leader = gathering.start()
     say(started=leader.names, num_devices=[jax.local_device_count(), jax.device_count()])
     try:
         carry_out(task, leader)

@@ -29,7 +29,7 @@ class HostProcess:
     """One process of a replica, see `tests.cluster.replica_host`."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.replica_host"],
             cwd=ROOT,

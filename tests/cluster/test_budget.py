@@ -77,6 +77,8 @@ def test_scales_of_int8_matrices_are_no_parameters_of_the_model():
     [
         ((1, 1), "float32", 3 * 2 * 2 * 6 * 4),
         ((1, 2), "float32", 3 * 2 * 1 * 6 * 4),
+        ((1, 2), "float8_e4m3", 3 * 2 * 1 * 6),
+        ((1, 2), "int8", 3 * 2 * 1 * (6 + 4)),  # with a scale
         ((2, 4), "bfloat16", 3 * 2 * 1 * 6 * 2),  # two KV heads over four devices: each is stored twice
     ],
 )
