@@ -62,7 +62,7 @@ def write_and_attend(
         q = q.transpose(3, 0, 1, 4, 2) * jnp.asarray(scale, q.dtype)
         windows = jnp.minimum(layout.windows, window)
         if uses_kernel and can_address(cache):
-            out = _kernel_attention(q, cache, layer, windows, layout, static_blocks, softcap, kernel)
+            out = _kernel_attention(q, cache, layer, windows[:, 0], layout, static_blocks, softcap, kernel)
         else:
             blocks = (0, static_blocks) if static_blocks is not None else (_first_block(layout, windows), num_blocks)
             out = blockwise_attention(q, cache, layer, windows, layout, blocks, softcap)
@@ -96,7 +96,8 @@ def _kernel_attention(
     return paged_attention(q, cache, layer, windows, layout, blocks * BLOCK_LEN, softcap, interpret)
 
 
-def _first_block(layout: BatchLayout, windows: Int[Array, " B"]) -> Int[Array, ""]:
+def _first_block(layout: BatchLayout, windows: Int[Array, "B T"]) -> Int[Array, ""]:
     """The first block that any real token sees."""
-    first = jnp.where(layout.num_tokens > 0, layout.positions[:, 0] - windows + 1, NO_WINDOW)
+    is_real = jnp.arange(layout.positions.shape[1])[None] < layout.num_tokens[:, None]
+    first = jnp.where(is_real, layout.positions - windows + 1, NO_WINDOW)
     return jnp.maximum(first.min(), 0) // BLOCK_LEN

@@ -229,4 +229,5 @@ class ModelDrafter:
 def _row(r: DraftRequest, position: int, token_id: int, samples: bool) -> PlanRow:
     # Reports are made of the model's own probabilities.
     params = replace(r.params, logprobs=None)
-    return PlanRow(r.sequence_id, r.slot, position, 1, (token_id,), r.page_ids, params, samples, r.window)
+    window = r.window, r.adaptive_window
+    return PlanRow(r.sequence_id, r.slot, position, 1, (token_id,), r.page_ids, params, samples, *window)

@@ -65,6 +65,8 @@ INT_COLUMNS = [
     "wants_logprobs",
     "samples",
     "window",
+    "window_least",
+    "window_divisor",
     "max_new_tokens",
     "ignore_eos",
 ]
@@ -124,7 +126,7 @@ def pack_rows(rows: Sequence[PlanRow], shape: BatchShape) -> PackedRows:
             seed_low,
             p.logprobs is not None,
             row.samples,
-            NO_WINDOW if row.window is None else row.window,
+            *_window(row),
             row.max_new_tokens,
             p.ignore_eos,
         )
@@ -150,6 +152,11 @@ class _Rows(NamedTuple):
         seed = jnp.stack([column["seed_high"], column["seed_low"]], axis=1).astype(jnp.uint32)
         return SamplingRows(temperature, top_p, min_p, column["top_k"], seed, position, wants_logprobs)
 
+    def windows(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """The sliding window of each position; see `engine.request.AdaptiveWindow`."""
+        most, least, divisor = (self.column[n][:, None] for n in ("window", "window_least", "window_divisor"))
+        return jnp.minimum(most, jnp.maximum(least, (positions + 1) // jnp.maximum(divisor, 1)))
+
     def ends(self, tokens: Int[Array, " B"], eos_token_ids: tuple[int, ...]) -> Bool[Array, " B"]:
         """Whether each token ends its request."""
         is_eos = jnp.isin(tokens, jnp.array(eos_token_ids, jnp.int32)) & (self.column["ignore_eos"] == 0)
@@ -171,6 +178,13 @@ def _unpack(packed: PackedRows) -> tuple[_Rows, Int[Array, "B T"]]:
     return _Rows(column, stops, table, jnp.asarray(packed.floats)), jnp.asarray(packed.tokens)
 
 
+def _window(row: PlanRow) -> tuple[int, int, int]:
+    """The most, the least and the divisor of a row's window."""
+    most = NO_WINDOW if row.window is None else row.window
+    adaptive = row.adaptive_window
+    return (most, most, 1) if adaptive is None else (most, adaptive.least, adaptive.divisor)
+
+
 def prefill_step(
     decoder: Decoder, params: Params, state: DeviceState, packed: PackedRows, max_blocks: int | None, all_logits: bool
 ) -> tuple[DeviceState, StepOutput, Float[Array, "V BT"] | None]:
@@ -182,7 +196,7 @@ def prefill_step(
     rows, tokens = _unpack(packed)
     column, (batch, num_tokens) = rows.column, tokens.shape
     positions = column["position"][:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    layout = BatchLayout(rows.page_table, positions, column["num_tokens"], column["window"])
+    layout = BatchLayout(rows.page_table, positions, column["num_tokens"], rows.windows(positions))
     end = column["position"] + column["num_tokens"]
     num_blocks = _num_blocks(end) if max_blocks is None else max_blocks
     hidden, cache = decoder.hidden(params, state.cache, tokens, layout, num_blocks)
@@ -217,7 +231,8 @@ def decode_steps(
 
     def step(carry: _Decode) -> tuple[_Decode, Sampled, Array]:
         active = carry.num_left > 0
-        layout = BatchLayout(rows.page_table, carry.position[:, None], active.astype(jnp.int32), column["window"])
+        positions = carry.position[:, None]
+        layout = BatchLayout(rows.page_table, positions, active.astype(jnp.int32), rows.windows(positions))
         end = carry.position + 1
         num_blocks = _num_blocks(jnp.where(active, end, 0)) if max_blocks is None else max_blocks
         hidden, cache = decoder.hidden(params, carry.cache, carry.tokens[:, None], layout, num_blocks)

@@ -51,9 +51,9 @@ class BatchLayout(NamedTuple):
     """Position of each token in its sequence."""
     num_tokens: Int[Array, " B"]
     """How many of the T tokens are real. The others are computed and stored nowhere."""
-    windows: Int[Array, " B"]
-    """Sliding window of each sequence in positions, beside that of the layer; `NO_WINDOW` for none. Page table entries
-    of pages wholly before it may be any page of the data shard."""
+    windows: Int[Array, "B T"]
+    """Sliding window of each token in positions, beside that of the layer; `NO_WINDOW` for none. Page table entries of
+    pages wholly before it may be any page of the data shard."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from engine.request import AdaptiveWindow
+
 PageKey = bytes
 """What a page holds: a digest of its tokens and of everything before them."""
 
 
-def root_key(cache_salt: str | None, window: int | None) -> PageKey:
+def root_key(cache_salt: str | None, window: int | None, adaptive: AdaptiveWindow | None = None) -> PageKey:
     """The key before the first page. Keys and values of deeper layers depend on the window, so it is part of it."""
-    return hashlib.blake2b(repr((cache_salt, window)).encode(), digest_size=16).digest()
+    return hashlib.blake2b(repr((cache_salt, window, adaptive)).encode(), digest_size=16).digest()
 
 
 def next_key(parent: PageKey, token_ids: Sequence[int]) -> PageKey:

@@ -6,7 +6,7 @@ the same step.
 
 from dataclasses import dataclass
 
-from engine.request import SamplingParams, TokenLogprobs
+from engine.request import AdaptiveWindow, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class PlanRow:
     """Whether the token after these is sampled (false for all but the last chunk of a prompt)."""
     window: int | None = None
     """The request's sliding window in positions; None: the layers' own."""
+    adaptive_window: AdaptiveWindow | None = None
+    """How that window grows with the context."""
     max_new_tokens: int = 1
     """Tokens that a decode row samples at most, one after the other on the device; it ends early at a stop token."""
 

@@ -66,6 +66,29 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class AdaptiveWindow:
+    """A sliding window that grows with the context: position i has min(most, max(least, (i + 1) // divisor)) positions.
+
+    Raises `InvalidRequestError` for numbers below 1.
+    """
+
+    least: int = 64
+    divisor: int = 2
+
+    def __post_init__(self) -> None:
+        if self.least < 1 or self.divisor < 1:
+            raise InvalidRequestError(
+                f"an adaptive window of at least {self.least} and 1/{self.divisor} of the context; expected numbers of "
+                "at least 1",
+                "window",
+            )
+
+    def size(self, position: int, most: int) -> int:
+        """The window of a position."""
+        return min(most, max(self.least, (position + 1) // self.divisor))
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt with its sampling parameters."""
 
@@ -83,14 +106,23 @@ class Request:
     window: int | None = None
     """Sliding window in positions, at least 1: position i sees j with i - window < j <= i in every layer, or less where
     the layer's own window is smaller. None: the model's own windows."""
+    adaptive_window: AdaptiveWindow | None = None
+    """How the window grows with the context; `window` is then the most that it grows to. None: it is always that."""
 
     decode_chunk: int | None = None
     """Tokens that one step may sample of this request, at least 1; None: as many as the engine's config says. The other
     requests of the step keep to it, too."""
+    chunk_overlap: int = 0
+    """Positions, counted back from the end of a decode chunk, whose keys and values are computed again at the start of
+    the next. They come out the same, so this costs time and changes nothing; it is there to be compared."""
 
     def __post_init__(self) -> None:
+        if self.chunk_overlap < 0:
+            raise InvalidRequestError(f"chunk_overlap is {self.chunk_overlap}; expected at least 0", "chunk_overlap")
         if self.decode_chunk is not None and self.decode_chunk < 1:
             raise InvalidRequestError(f"decode_chunk is {self.decode_chunk}; expected at least 1", "decode_chunk")
+        if self.adaptive_window is not None and self.window is None:
+            raise InvalidRequestError("adaptive_window is given without the window that it grows to", "window")
         if self.window is not None and not 1 <= self.window < 2**30:
             raise InvalidRequestError(f"window is {self.window}; expected at least 1 position", "window")
 

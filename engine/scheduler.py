@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.admission import check_pages, check_queue, check_request
 from engine.errors import InvalidRequestError
 from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
-from engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from engine.request import AdaptiveWindow, FinishReason, Request, RequestOutput, SamplingParams
 from engine.sequence import SchedulerLimits, Sequence
 from engine.shard_cache import ShardCache
 from engine.step_builder import StepBuilder
@@ -33,6 +33,7 @@ class DraftRequest:
     """Pages of all its tokens and of `num_tokens` more."""
     params: SamplingParams
     window: int | None
+    adaptive_window: AdaptiveWindow | None
     num_tokens: int
     """The most tokens worth guessing."""
 
@@ -156,6 +157,7 @@ class Scheduler:
                         s.page_ids,
                         s.request.params,
                         s.request.window,
+                        s.request.adaptive_window,
                         count,
                     )
                 )

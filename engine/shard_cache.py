@@ -1,7 +1,8 @@
 """The pages and slots of one data shard, as the requests on it hold them. Host only."""
 
-from engine.page_pool import PagePool, next_key, root_key
+from engine.page_pool import PageKey, PagePool, next_key, root_key
 from engine.plan import PageCopy
+from engine.request import Request
 from engine.sequence import SchedulerLimits, Sequence
 
 
@@ -25,7 +26,7 @@ class ShardCache:
             return pages
         # A window that begins inside a page, and the longest chunk behind it.
         chunk = max(limits.prefill_buckets[-1], limits.num_rows, limits.decode_chunk)
-        return min(pages, limits.num_pages_of(window + chunk) + 1)
+        return min(pages, limits.num_pages_of(window + s.request.chunk_overlap + chunk) + 1)
 
     def num_pages_to_start(self, s: Sequence) -> int:
         """Pages that a waiting sequence takes from those available: for its tokens and one more, without pages that
@@ -112,7 +113,8 @@ class ShardCache:
         """Offers the full pages of known tokens that steps so far have computed to others."""
         if not self.limits.prefix_caching:
             return
-        num_known = min(s.num_computed_tokens, len(s.token_ids))
+        # What a chunk may compute again must stay its own.
+        num_known = min(s.num_computed_tokens, len(s.token_ids)) - s.request.chunk_overlap
         if self.limits.exact:
             num_known = min(num_known, s.num_prefill_tokens)
         num_full = num_known // self.limits.page_size
@@ -165,10 +167,14 @@ class ShardCache:
     def _num_left(self, s: Sequence, num_computed_tokens: int) -> int:
         """Leading pages that no token after those computed sees."""
         window = self.window(s)
+        if window is not None and s.request.adaptive_window is not None:
+            # Windows grow more slowly than the context: what this one has left, no later one sees.
+            window = s.request.adaptive_window.size(num_computed_tokens, window)
         if window is None:
             return 0
         # The next token to be computed sees positions above its own minus the window.
-        return max(0, num_computed_tokens - window + 1) // self.limits.page_size
+        # So does one that is computed again.
+        return max(0, num_computed_tokens - s.request.chunk_overlap - window + 1) // self.limits.page_size
 
     def _num_unusable(self, s: Sequence, num_pages: int) -> int:
         """How many of the leading pages found must be left, so that every token is computed as it would be alone."""
@@ -183,9 +189,13 @@ class ShardCache:
         size = self.limits.page_size
         while len(s.page_keys) < count:
             index = len(s.page_keys)
-            parent = s.page_keys[-1] if s.page_keys else root_key(s.request.cache_salt, s.request.window)
+            parent = s.page_keys[-1] if s.page_keys else _root(s.request)
             s.page_keys.append(next_key(parent, s.token_ids[index * size : (index + 1) * size]))
 
     def _renew_ids(self, s: Sequence) -> None:
         # What stands for a page that the window has left is never seen.
         s.page_ids = tuple(0 if page is None else page for page in s.pages)
+
+
+def _root(request: Request) -> PageKey:
+    return root_key(request.cache_salt, request.window, request.adaptive_window)

@@ -93,7 +93,7 @@ class StepBuilder:
 
     def _plan_rows(self, s: Sequence) -> None:
         shard = self._shard(s).shard
-        start, spare = s.num_computed_tokens, self._num_spare[shard]
+        start, spare = self._start_of_rows(s), self._num_spare[shard]
         end = min(s.num_tokens, start + 1 + spare)
         samples = end == s.num_tokens
         num_new = min(self._chunk, s.request.params.max_tokens - s.num_generated) if samples else 1
@@ -117,6 +117,15 @@ class StepBuilder:
         s.num_pending += num_new if samples else 0
         s.num_drafted = len(drafts)
 
+    def _start_of_rows(self, s: Sequence) -> int:
+        """Where the rows of a decoding sequence start: with the first token not computed, or, where it wants its last
+        chunk's end computed again, before that."""
+        overlap, computed = s.request.chunk_overlap, s.num_computed_tokens
+        if not overlap or self._chunk == 1 or s.num_pending:
+            return computed
+        overlap = min(overlap, self._num_spare[self._shard(s).shard], computed - s.num_prefill_tokens)
+        return computed - max(0, overlap)
+
     def _row(self, s: Sequence, position: int, token_ids: tuple[int, ...], num_tokens: int, samples: bool) -> PlanRow:
         assert s.slot is not None
         return PlanRow(
@@ -129,6 +138,7 @@ class StepBuilder:
             s.request.params,
             samples,
             s.request.window,
+            s.request.adaptive_window,
         )
 
     def _provide(self, s: Sequence, start: int, end: int) -> bool:

@@ -24,7 +24,7 @@ def blockwise_attention(
     q: Float[Array, "B K G T N"],
     cache: KVCache,
     layer: Int[Array, ""],
-    windows: Int[Array, " B"],
+    windows: Int[Array, "B T"],
     layout: BatchLayout,
     blocks: tuple[Array | int, Array | int],
     softcap: float | None,
@@ -61,7 +61,7 @@ def blockwise_attention(
             scores = softcap * jnp.tanh(scores / softcap)
         position = index * BLOCK_LEN + jnp.arange(BLOCK_LEN)
         behind = layout.positions[..., None] - position  # [B, T, BLOCK_LEN]
-        seen = (behind >= 0) & (behind < windows[:, None, None])
+        seen = (behind >= 0) & (behind < windows[:, :, None])
         seen = seen[:, None, None]
         scores = jnp.where(seen, scores, MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(-1))

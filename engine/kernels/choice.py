@@ -89,7 +89,7 @@ def check_pallas(
         max_len, softcap = _NUM_BLOCKS * BLOCK_LEN, model.attention_softcap
 
         def kernel(q: jax.Array, cache: KVCache, layout: BatchLayout) -> jax.Array:
-            return paged_attention(q, cache, jnp.int32(1), layout.windows, layout, max_len, softcap, interpret)
+            return paged_attention(q, cache, jnp.int32(1), layout.windows[:, 0], layout, max_len, softcap, interpret)
 
         def reference(q: jax.Array, cache: KVCache, layout: BatchLayout) -> jax.Array:
             return blockwise_attention(q, cache, jnp.int32(1), layout.windows, layout, (0, _NUM_BLOCKS), softcap)
@@ -125,7 +125,9 @@ def random_case(
     shape = CacheShape(2, 1 + batch * columns, num_heads, head_size, page_size, cache_dtype)
     table = 1 + rng.permutation(batch * columns).reshape(batch, columns)
     num_tokens = np.where(np.arange(batch) == batch - 1, 0, 1)
-    layout = BatchLayout(*(jnp.asarray(a, jnp.int32) for a in (table, positions[:, None], num_tokens, windows)))
+    layout = BatchLayout(
+        *(jnp.asarray(a, jnp.int32) for a in (table, positions[:, None], num_tokens, windows[:, None]))
+    )
     q = jnp.asarray(rng.normal(size=(batch, num_heads, group, 1, head_size)) * 2 / head_size**0.5, activation_dtype)
     return q, _random_cache(shape, rng), layout
 

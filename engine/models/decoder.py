@@ -193,7 +193,7 @@ class Decoder:
         lead = (self.config.num_layers, pages * data, num_heads)
         cache = KVCache(jnp.zeros((*lead, size, 16)), jnp.zeros((*lead, 16, size)))
         ints = jnp.zeros((data, 1), jnp.int32)
-        layout = BatchLayout(jnp.zeros((data, pages), jnp.int32), ints, ints[:, 0], ints[:, 0])
+        layout = BatchLayout(jnp.zeros((data, pages), jnp.int32), ints, ints[:, 0], ints)
 
         def run() -> None:
             self._hidden(None, cache, ints, layout, 1)

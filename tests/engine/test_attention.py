@@ -56,7 +56,8 @@ def layout_of(case, windows, table=None, real=None):
     batch = len(case.starts)
     positions = case.starts[:, None] + np.arange(case.num_tokens)
     num_tokens = np.full(batch, case.num_tokens) if real is None else np.where(real, case.num_tokens, 0)
-    ints = (case.table if table is None else table, positions, num_tokens, windows)
+    per_token = np.broadcast_to(np.array(windows)[:, None], positions.shape)
+    ints = (case.table if table is None else table, positions, num_tokens, per_token)
     return BatchLayout(*(jnp.asarray(a, jnp.int32) for a in ints))
 
 

@@ -19,7 +19,7 @@ from .tiny_models import LLAMA, make_engine, place, random_params, run, tokens_o
 
 
 def draft_request(tokens, count=4, sequence_id=0):
-    return DraftRequest(sequence_id, 0, list(tokens), 1, (0,), SamplingParams(), None, count)
+    return DraftRequest(sequence_id, 0, list(tokens), 1, (0,), SamplingParams(), None, None, count)
 
 
 @pytest.mark.parametrize(

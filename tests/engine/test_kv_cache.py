@@ -92,7 +92,8 @@ def layout(rows, num_tokens):
     pages = max(1, num_tokens // S)
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (rows, num_tokens))
     table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
-    return BatchLayout(table, positions, jnp.full(rows, num_tokens, jnp.int32), jnp.full(rows, NO_WINDOW, jnp.int32))
+    windows = jnp.full((rows, num_tokens), NO_WINDOW, jnp.int32)
+    return BatchLayout(table, positions, jnp.full(rows, num_tokens, jnp.int32), windows)
 
 
 def stored(k, dtype, num_tokens):

@@ -34,7 +34,7 @@ def both(case, softcap=None, interpret=True, max_blocks=MAX_BLOCKS):
 
     def kernel(q, cache, layout):
         length = max_blocks * 128
-        return paged_attention(q, cache, jnp.int32(1), layout.windows, layout, length, softcap, interpret)
+        return paged_attention(q, cache, jnp.int32(1), layout.windows[:, 0], layout, length, softcap, interpret)
 
     def reference(q, cache, layout):
         return blockwise_attention(q, cache, jnp.int32(1), layout.windows, layout, (0, max_blocks), softcap)
@@ -74,7 +74,7 @@ def test_a_row_without_tokens_is_zero():
     q, cache, layout = random_case(64, 3, 16, "float32", "float32")
     assert layout.num_tokens[-1] == 0
     run = jax.jit(paged_attention, static_argnums=(5, 6, 7))
-    out = np.asarray(run(q, cache, jnp.int32(1), layout.windows, layout, MAX_BLOCKS * 128, None, True))
+    out = np.asarray(run(q, cache, jnp.int32(1), layout.windows[:, 0], layout, MAX_BLOCKS * 128, None, True))
     assert not out[-1].any()
     assert out[0].all()
 
@@ -83,7 +83,9 @@ def test_pages_that_are_not_seen_are_not_read():
     """What lies before a window or behind a row's end may be anything, even no number."""
     q, cache, layout = random_case(64, 3, 16, "float32", "float32")
     seen = np.zeros((cache.keys.shape[1], 16), bool)
-    table, positions, windows = (np.asarray(a) for a in (layout.page_table, layout.positions[:, 0], layout.windows))
+    table, positions, windows = (
+        np.asarray(a) for a in (layout.page_table, layout.positions[:, 0], layout.windows[:, 0])
+    )
     for row, position, window in zip(table, positions, windows, strict=True):
         for j in range(max(0, position - window + 1), position + 1):
             seen[row[j // 16], j % 16] = True
@@ -116,7 +118,7 @@ def test_kernel_lowers_for_cuda(cache_dtype, head_size, group, activation_dtype)
     q, cache, layout = random_case(head_size, group, 16, cache_dtype, activation_dtype)
 
     def kernel(q, cache, layout):
-        return paged_attention(q, cache, jnp.int32(1), layout.windows, layout, 640, 2.0)
+        return paged_attention(q, cache, jnp.int32(1), layout.windows[:, 0], layout, 640, 2.0)
 
     # What Pallas calls is no part of what a serialised program may hold; this one is thrown away.
     allowed = [
