@@ -49,9 +49,13 @@ def position_value(position: int, token: int, place: Place | None, seen: Iterabl
     return sum((value * (3 * j + 5) for j, value in seen), start) % _PRIME
 
 
-def first_seen(position: int, *windows: int | None) -> int:
+def first_seen(position: int, of: Request | PlanRow, limits: SchedulerLimits) -> int:
     """The first position that a position sees."""
-    return max(0, *(position - w + 1 for w in windows if w is not None), 0)
+    window = of.window
+    if of.adaptive_window is not None:
+        assert window is not None
+        window = min(window, max(of.adaptive_window.least, (position + 1) // of.adaptive_window.divisor))
+    return max(0, *(position - w + 1 for w in (window, limits.window) if w is not None), 0)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def expected(request: Request, limits: SchedulerLimits) -> Expected:
             if limits.exact:
                 bucket = limits.prefill_buckets[-1]
                 place = ("prefill", position % bucket) if position < num_prompt else ("decode", 0)
-            seen = range(first_seen(position, request.window, limits.window), position)
+            seen = range(first_seen(position, request, limits), position)
             values.append(position_value(position, tokens[position], place, ((j, values[j]) for j in seen)))
         token = values[-1] % VOCAB_SIZE
         tokens.append(token)
@@ -214,7 +218,7 @@ class FakeDevice:
         return (SampledToken(0, None),) * row.max_new_tokens
 
     def _compute(self, row: PlanRow, position: int, token: int, place: Place) -> int:
-        seen = [(j, self._read(row, j)) for j in range(first_seen(position, row.window, self.limits.window), position)]
+        seen = [(j, self._read(row, j)) for j in range(first_seen(position, row, self.limits), position)]
         value = position_value(position, token, place if self.limits.exact else None, seen)
         page = self._memory[self.shard(row), row.page_ids[position // PAGE_SIZE]]
         page[position % PAGE_SIZE] = Cell(position, value, place)
@@ -384,7 +388,7 @@ class Loop:
                 assert pool.num_holders(page) == (s.pages[index] is not None), "a page of others is written"
                 known = page in registered[shard] and (shard, page) not in self._evicted
                 assert not known, "a page known to the cache is written"
-            for index in range(first_seen(row.position, row.window, self.limits.window) // PAGE_SIZE, len(s.pages)):
+            for index in range(first_seen(row.position, row, self.limits) // PAGE_SIZE, len(s.pages)):
                 assert index >= len(row.page_ids) or s.pages[index] in (row.page_ids[index], None)
         for copy in plan.copies:
             assert copy.source != copy.target

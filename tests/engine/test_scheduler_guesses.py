@@ -5,7 +5,7 @@ import pytest
 from engine.request import Request, SamplingParams
 from engine.scheduler import DraftRequest
 
-from .fake_device import VOCAB_SIZE, Loop, expected, make_limits
+from .fake_device import PAGE_SIZE, VOCAB_SIZE, Loop, expected, make_limits
 from .schedules import greedy
 
 
@@ -96,4 +96,22 @@ def test_a_request_that_has_not_started_is_not_asked_for_guesses():
     loop.add("a", tuple(range(13)), greedy(3))
     loop.add("b", (1,), greedy(3))
     loop.drain()
+    loop.check_answers()
+
+
+def test_pages_given_for_guesses_that_did_not_come_are_taken_back_before_anybody_is_preempted():
+    loop, _ = guessing(0, num_tokens=8, num_slots=2, num_pages=7, decode_row_buckets=(2, 10))
+    most_unused = 0
+
+    def guess(d: DraftRequest) -> tuple[int, ...]:
+        nonlocal most_unused
+        most_unused = max(most_unused, len(d.page_ids) - -(-len(d.token_ids) // PAGE_SIZE))
+        return ()
+
+    loop.drafter = guess
+    loop.add("a", (1, 2, 3), greedy(20))
+    loop.add("b", (4, 5, 6), greedy(9))
+    loop.drain()
+    assert most_unused >= 2
+    assert loop.preempted == []
     loop.check_answers()

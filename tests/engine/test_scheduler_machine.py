@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.errors import PromptTooLongError, QueueFullError
-from engine.request import SamplingParams
+from engine.request import AdaptiveWindow, SamplingParams
 from engine.scheduler import DraftRequest
 from engine.sequence import SchedulerLimits
 
@@ -73,6 +73,8 @@ class Workload:
             stop_token_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 0, 0, 1]))),
             logprobs=rng.choice([None, 0]),
         )
+        window = rng.choice([None, None, None, 1, 6])
+        adaptive = rng.choice([None, AdaptiveWindow(least=2, divisor=2)]) if window else None
         num_waiting, num_tokens = loop.scheduler.num_waiting, len(prompt) + params.max_tokens
         try:
             loop.add(
@@ -82,8 +84,10 @@ class Workload:
                 priority=rng.choice([0, 0, 1, 2]),
                 tenant=rng.choice([None, "a", "b"]),
                 cache_salt=rng.choice([None, None, None, "x"]),
-                window=rng.choice([None, None, None, 1, 6]),
+                window=window,
+                adaptive_window=adaptive,
                 decode_chunk=rng.choice([None, None, min(2, limits.decode_chunk)]),
+                chunk_overlap=rng.choice([0, 0, 0, 3]),
             )
         except QueueFullError:
             assert num_waiting >= limits.max_queue_len or (limits.max_queued_tokens is not None and num_waiting)
