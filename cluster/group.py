@@ -298,8 +298,9 @@ class Member:
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[tuple[FromLeader, bytes] | ReplicaGroupError] = queue.SimpleQueue()
         self._heartbeat = Heartbeat()
+        self._lock = threading.Lock()
         self._ending = threading.Event()
-        self._failed = threading.Lock()
+        self._failed = threading.Event()
         channel.set_timeout(timeouts.silence_s)
         for target, name in [(self._listen, "replica-leader"), (self._pulse, "replica-pulse")]:
             threading.Thread(target=target, name=name, daemon=True).start()
@@ -328,7 +329,10 @@ class Member:
         self._send(Answer(number, digest, num_compilations))
 
     def fail(self, reason: str) -> None:
-        """Tells the leader that this host cannot go on, and leaves."""
+        """Tells the leader that this host cannot go on, and leaves. Nothing where it is the leader that is gone."""
+        # A collective breaks as soon as the connection does, by which the reader is told, too.
+        if self._failed.wait(_FAREWELL_S):
+            return
         try:
             self._send(Failure(reason))
         except ReplicaGroupError as error:
@@ -374,8 +378,10 @@ class Member:
                 return self._fail(f"{self._leader} cannot be reached: {error}")
 
     def _fail(self, message: str) -> None:
-        if self._ending.is_set() or not self._failed.acquire(blocking=False):
-            return
+        with self._lock:
+            if self._ending.is_set() or self._failed.is_set():
+                return
+            self._failed.set()
         error = ReplicaGroupError(message)
         self._inbox.put(error)
         self._on_failure(error)

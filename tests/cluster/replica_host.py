@@ -39,7 +39,7 @@ class Relay:
 
 
 def lead(task: dict[str, Any]) -> None:
-    """Runs all cases of a topology, or one until it is killed, or nothing."""
+    """Runs all cases of a topology, or steps until it is ended, or nothing."""
     from cluster.group import Timeouts
     from cluster.multihost import Gathering, leave
 
@@ -60,33 +60,38 @@ def carry_out(task: dict[str, Any], leader: Any) -> None:
     """What the leader does once all have come."""
     from cluster.lockstep import LockstepRunner
 
+    runner: Any = LockstepRunner(make_runner(task), leader)
     if task["mode"] == "idle":
-        while True:
-            time.sleep(60)
-    runner: Any = LockstepRunner(Relay(task_cases(task)), leader)  # type: ignore[arg-type]
-    for case in task_cases(task):
-        say(warm_up=runner.warm_up())
-        if task["mode"] == "cases":
-            from tests.cluster.cases import outcomes
-
-            np.savez(Path(task["out"]) / f"{case.name}.npz", **outcomes(runner))
-        say(done=case.name)
-    if task["mode"] == "endless":
+        time.sleep(600)
+    elif task["mode"] == "steps":
         step_for_ever(runner)
+    for case in task_cases(task):
+        from tests.cluster.cases import outcomes
+
+        runner.warm_up()
+        np.savez(Path(task["out"]) / f"{case.name}.npz", **outcomes(runner))
+        say(done=case.name)
     runner.stop()
 
 
 def step_for_ever(runner: Any) -> None:
-    """Decodes the same row again and again."""
+    """Until this process is ended."""
     from engine.plan import PlanRow, StepPlan
     from engine.request import SamplingParams
 
-    row = PlanRow(0, 0, 3, 1, (5,), (0,), SamplingParams(temperature=0), True)
-    plan = StepPlan((), 0, (row,), runner.sizes.decode_row_buckets[-1])
-    for number in range(1_000_000):
-        runner.execute(plan)
+    runner.warm_up()
+    for number in range(10**9):
+        row = PlanRow(0, 0, number % 1000, 1, (5,), (0,), SamplingParams(), True)
+        result = runner.execute(StepPlan((), 0, (row,), 1))
         if number == 20:
-            say(stepping=True)
+            say(stepping=True, token=result.decode[0][0].token_id)
+
+
+def make_runner(task: dict[str, Any]) -> Any:
+    """The same in every process."""
+    from tests.cluster.collective_runner import CollectiveRunner
+
+    return Relay(task_cases(task)) if task["mode"] == "cases" else CollectiveRunner()
 
 
 def follow_leader(task: dict[str, Any]) -> None:
@@ -96,8 +101,7 @@ def follow_leader(task: dict[str, Any]) -> None:
 
     member = join(Invitation.from_json(task["invitation"]), task.get("identity"))
     say(joined=member.rank)
-    relay: Any = Relay(task_cases(task))
-    follow(relay, member)
+    follow(make_runner(task), member)
     leave()
     say(left=True)
 

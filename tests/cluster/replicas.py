@@ -88,12 +88,13 @@ class Replica:
         """`absent`: ranks that are not started."""
         common = {
             "num_hosts": num_hosts,
+            "mode": mode,
             "cases": list(cases),
             "timeouts": task.pop("timeouts", {}),
             "jax_config": {name: getattr(jax.config, name) for name in SHARED_CONFIG},
             **task,
         }
-        self.hosts = [HostProcess({**common, "mode": mode})]
+        self.hosts = [HostProcess(common)]
         try:
             for invitation in self.leader.next_line()["invitations"]:
                 if invitation["rank"] not in absent:
