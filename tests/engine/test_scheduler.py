@@ -179,3 +179,39 @@ def test_page_utilization_counts_positions_with_tokens():
         loop.step()
     assert loop.scheduler.page_utilization() == pytest.approx(6 / (2 * PAGE_SIZE))
     assert loop.scheduler.cache_usage() == pytest.approx(2 / 20)
+
+
+def chunks_of(loop: Loop) -> list[int]:
+    """The longest decode chunk of each step with decode rows."""
+    return [max(row.max_new_tokens for row in plan.decode) for plan in loop.device.plans if plan.decode]
+
+
+def test_decode_chunks_double_while_nothing_waits():
+    loop = Loop(make_limits(decode_chunk=8, decode_chunk_min=1))
+    loop.add("r", (1, 2), SamplingParams(max_tokens=24, ignore_eos=True))
+    loop.drain()
+    # The prompt waited in the first step; the last one had a single token left.
+    assert chunks_of(loop) == [2, 4, 8, 8, 1]
+    loop.check_answers()
+
+
+def test_decode_chunks_are_short_while_something_waits():
+    loop = Loop(make_limits(num_slots=1, decode_chunk=8, decode_chunk_min=2))
+    loop.add("a", (1, 2), SamplingParams(max_tokens=9, ignore_eos=True))
+    loop.add("b", (1, 2), SamplingParams(max_tokens=5, ignore_eos=True))
+    loop.drain()
+    assert chunks_of(loop)[:4] == [2, 2, 2, 2]
+    loop.check_answers()
+
+
+def test_a_request_keeps_chunks_short_even_in_the_step_that_it_starts_in():
+    loop = Loop(make_limits(decode_chunk=4, decode_chunk_min=4))
+    loop.add("cached", (1, 2, 3, 4), SamplingParams(max_tokens=1))
+    loop.add("long", (5, 6), SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        loop.step()
+    loop.add("short", (1, 2, 3, 4), SamplingParams(max_tokens=3, ignore_eos=True), decode_chunk=1)
+    loop.step()
+    assert {row.sequence_id: row.max_new_tokens for row in loop.device.plans[-1].decode} == {1: 1, 2: 1}
+    loop.drain()
+    loop.check_answers()

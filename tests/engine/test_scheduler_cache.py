@@ -3,8 +3,9 @@
 import pytest
 
 from engine.errors import PromptTooLongError
+from engine.request import Request, SamplingParams
 
-from .fake_device import Loop, make_limits
+from .fake_device import Loop, expected, make_limits
 from .schedules import FOREVER, PREFIX, greedy, rows_of
 
 
@@ -54,8 +55,9 @@ def test_the_second_of_two_equal_prompts_hits_what_the_first_has_just_computed()
     loop.check_answers()
 
 
-def test_a_conversation_finds_its_generated_tokens_again():
-    loop = Loop(make_limits())
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_conversation_finds_its_generated_tokens_again(ahead):
+    loop = Loop(make_limits(), ahead=ahead)
     loop.add("a", PREFIX[:6], greedy(7))
     loop.drain()
     loop.add("b", (*PREFIX[:6], *loop.answers["a"], 1), greedy(2))
@@ -120,3 +122,19 @@ def test_exact_computes_each_position_at_the_same_place_alone_and_under_load(num
         # The sequences saw what these places computed, whoever computed it; the last row may have come too late.
         got, want = loaded.device.places[index], alone.device.places[0]
         assert {p: got[p] for p in range(len(prompt) + 11)} == {p: want[p] for p in range(len(prompt) + 11)}
+
+
+@pytest.mark.parametrize("decode_chunk", [1, 5])
+@pytest.mark.parametrize("place", range(8))
+def test_a_stop_token_that_nothing_computed_is_not_cached(place, decode_chunk):
+    limits = make_limits(decode_chunk=decode_chunk, decode_chunk_min=decode_chunk)
+    prompt = PREFIX[:5]
+    answer = expected(Request("r", prompt, greedy(12)), limits).tokens
+    answer = answer[: answer.index(answer[place]) + 1]
+    loop = Loop(limits)
+    loop.add("a", prompt, SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(answer[-1],)))
+    loop.drain()
+    assert loop.answers["a"] == answer
+    loop.add("b", (*prompt, *answer, 1), greedy(2))
+    loop.drain()
+    loop.check_answers()
