@@ -1,6 +1,10 @@
 """The engine: the scheduler (host side) and the runner (device side) joined. Token ids in, token ids out."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+
+import jax
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting import Drafter, Drafts, ModelDrafter, NgramDrafter, Paces
@@ -10,6 +14,7 @@ from engine.plan import StepPlan
 from engine.request import EngineStats, Request, RequestOutput
 from engine.runner import Progress, StepHandle, StepRunner
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scoring import Scorer
 
 
 class Engine:
@@ -19,8 +24,15 @@ class Engine:
     the result of step n. All calls come from one thread.
     """
 
-    def __init__(self, runner: StepRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
-        """`drafter` guesses tokens where the config asks for guesses; None: by the request's own tokens."""
+    def __init__(
+        self,
+        runner: StepRunner,
+        config: EngineConfig,
+        drafter: Drafter | None = None,
+        scorer: Scorer | None = None,
+    ) -> None:
+        """`drafter` guesses tokens where the config asks for guesses; None: by the request's own tokens. `scorer`
+        serves `score`."""
         sizes, model = runner.sizes, runner.decoder.config
         self.runner = runner
         self.scheduler = Scheduler(
@@ -48,8 +60,10 @@ class Engine:
         self._num_draft_tokens = config.num_draft_tokens
         self._drafter = drafter or NgramDrafter(config.ngram_min_len, config.ngram_max_len)
         self._paces = Paces(config.num_draft_tokens)
+        self._scorer = scorer
         self._under_way: StepHandle | None = None
         self._num_steps = self._num_prompt_tokens = self._num_padding_tokens = self._num_generated_tokens = 0
+        self._num_decode_rows = 0
 
     @property
     def max_model_len(self) -> int:
@@ -95,6 +109,7 @@ class Engine:
         if self._num_draft_tokens:
             self._drafter.observe(plan)
         self._num_steps += 1
+        self._num_decode_rows += len(plan.decode)
         self._num_prompt_tokens += sum(row.num_tokens for row in plan.prefill)
         self._num_padding_tokens += plan.num_padding_tokens
         return handle
@@ -115,12 +130,29 @@ class Engine:
         self._paces.note(requests, drafts)
         return drafts
 
+    def score(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """Perplexity of the answer's tokens after the prompt, under the scorer's model.
+
+        Raises `ConfigError` without a scorer, `InvalidRequestError` where the tokens are too many or none.
+        """
+        if self._scorer is None:
+            raise ConfigError("this engine has no scorer; expected one to be given when it was built")
+        return self._scorer.perplexity(prompt, answer)
+
     def warm_up(self, progress: Progress | None = None) -> dict[str, float]:
         """Compiles and runs every program; returns the seconds each took. After it nothing compiles."""
-        seconds = self.runner.warm_up(progress)
+        # The runner is last: from then on it counts compilations, whoever asks for them.
         if self._num_draft_tokens:
             self._drafter.warm_up()
-        return seconds
+        scoring_s = self._warm_up_scorer()
+        return self.runner.warm_up(progress) | scoring_s
+
+    def _warm_up_scorer(self) -> dict[str, float]:
+        if self._scorer is None:
+            return {}
+        start = time.perf_counter()
+        self._scorer.warm_up()
+        return {"score": time.perf_counter() - start}
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""
@@ -130,6 +162,7 @@ class Engine:
             num_slots=self.runner.sizes.num_slots,
             cache_usage=self.scheduler.cache_usage(),
             num_steps=self._num_steps,
+            num_decode_rows=self._num_decode_rows,
             num_prompt_tokens=self._num_prompt_tokens,
             num_padding_tokens=self._num_padding_tokens,
             num_generated_tokens=self._num_generated_tokens,
@@ -149,26 +182,45 @@ def _largest_window(model: ModelConfig) -> int | None:
 
 
 def build_engine(
-    decoder: Decoder, params: Params, config: EngineConfig, draft: tuple[Decoder, Params] | None = None
+    decoder: Decoder,
+    params: Params,
+    config: EngineConfig,
+    draft: tuple[Decoder, Params] | None = None,
+    judge: tuple[Decoder, Params] | None = None,
 ) -> Engine:
-    """An engine over these weights; `draft`: a smaller model with the same vocabulary, which guesses tokens.
+    """An engine over these weights; `draft`: a smaller model with the same vocabulary, which guesses tokens; `judge`:
+    the model that `Engine.score` asks, which may be this one.
 
-    Raises `ConfigError` where the config does not fit the model or the mesh, or the draft model not the model.
+    Raises `ConfigError` where the config does not fit the model or the mesh, or another model not the model.
     """
     runner = StepRunner(decoder, params, config)
-    return Engine(runner, config, None if draft is None else _model_drafter(*draft, runner, config))
+    drafter = None if draft is None else _model_drafter(*draft, runner, config)
+    scorer = None if judge is None else _scorer(*judge, runner, config)
+    return Engine(runner, config, drafter, scorer)
+
+
+def _scorer(decoder: Decoder, params: Params, runner: StepRunner, config: EngineConfig) -> Scorer:
+    _check_vocabulary("scoring", decoder, runner)
+    if any(device.process_index != jax.process_index() for device in decoder.mesh.devices.flat):
+        raise ConfigError("a scoring model is given, and the mesh spans several processes; scores need a mesh of one")
+    return Scorer(decoder, params, runner.sizes.max_model_len, config.activation_dtype)
 
 
 def _model_drafter(decoder: Decoder, params: Params, runner: StepRunner, config: EngineConfig) -> ModelDrafter:
-    sizes, vocab_size = runner.sizes, runner.decoder.config.vocab_size
+    sizes = runner.sizes
     if not config.num_draft_tokens:
         raise ConfigError("a draft model is given and num_draft_tokens is 0; expected at least 1")
-    if decoder.config.vocab_size != vocab_size:
-        raise ConfigError(
-            f"the draft model has {decoder.config.vocab_size} tokens and the model {vocab_size}; they must have the "
-            "same vocabulary"
-        )
+    _check_vocabulary("draft", decoder, runner)
     # The same pages of the same sizes, whatever the draft model was trained for.
     alike = replace(config, max_model_len=sizes.max_model_len, num_pages=sizes.num_pages)
     draft = StepRunner(decoder, params, alike)
     return ModelDrafter(draft, draft.sizes.decode_row_buckets, sizes.num_shards, sizes.num_slots // sizes.num_shards)
+
+
+def _check_vocabulary(kind: str, decoder: Decoder, runner: StepRunner) -> None:
+    vocab_size = runner.decoder.config.vocab_size
+    if decoder.config.vocab_size != vocab_size:
+        raise ConfigError(
+            f"the {kind} model has {decoder.config.vocab_size} tokens and the model {vocab_size}; they must have the "
+            "same vocabulary"
+        )

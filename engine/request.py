@@ -175,6 +175,9 @@ class EngineStats:
     cache_usage: float = 0.0
     """Share of cache positions in use, 0 to 1."""
     num_steps: int = 0
+    num_decode_rows: int = 0
+    """Rows of decode steps: one for each request in each step, and one for each token guessed or computed again. With
+    chunks each row may give several tokens."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed."""
     num_padding_tokens: int = 0
@@ -223,6 +226,12 @@ class EngineProtocol(Protocol):
 
     def step(self) -> Sequence[RequestOutput]:
         """Runs one step and returns what it added to each request (an aborted one gets a last, empty output)."""
+
+    def score(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """Perplexity of the answer's tokens after the prompt: how unlikely a model finds them, at least 1.
+
+        An engine that was built to score nothing raises `ConfigError`.
+        """
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> Mapping[str, float]:
         """Compiles every program, after which nothing compiles; returns the seconds each took.

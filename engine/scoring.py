@@ -25,6 +25,9 @@ from engine.sharding import DATA
 
 _PAGE_SIZE = 16
 
+_MAX_EXPONENT = 709.0
+"""Above it exp is no float64."""
+
 
 class _Chunk(NamedTuple):
     tokens: Int[np.ndarray, "R T"]
@@ -79,13 +82,15 @@ class Scorer:
         return np.concatenate(pieces)
 
     def perplexity(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        """exp of the mean negative log-probability of the answer's tokens after the prompt.
+        """exp of the mean negative log-probability of the answer's tokens after the prompt; infinite where that is
+        too large a number.
 
         Raises `InvalidRequestError` as `logprobs` does, and where the prompt or the answer is empty.
         """
         if not prompt or not answer:
             raise InvalidRequestError("a prompt and an answer of at least one token each are needed for a perplexity")
-        return math.exp(-float(self.logprobs((*prompt, *answer))[len(prompt) - 1 :].mean()))
+        surprise = -float(self.logprobs((*prompt, *answer))[len(prompt) - 1 :].mean(dtype=np.float64))
+        return math.exp(surprise) if surprise < _MAX_EXPONENT else math.inf
 
     def _chunk(self, inputs: Int[np.ndarray, " n"], targets: Int[np.ndarray, " n"], start: int) -> _Chunk:
         # Every data shard computes the same on pages of its own.

@@ -20,6 +20,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "num_steps": "Steps of the engine.",
+    "num_decode_rows": "Rows of decode steps. Generated tokens over rows: how many a step adds to a request (chunks).",
     "num_prompt_tokens": "Prompt tokens computed.",
     "num_padding_tokens": "Prefill positions computed for nothing.",
     "num_generated_tokens": "Tokens generated.",

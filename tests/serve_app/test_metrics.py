@@ -24,6 +24,7 @@ STATS = EngineStats(
     page_utilization=0.75,
     num_compilations_since_warm_up=37,
     num_cache_misses=47,
+    num_decode_rows=53,
 )
 GAUGES = {"num_running", "num_waiting", "num_slots", "cache_usage", "page_utilization"}
 
