@@ -102,7 +102,7 @@ class Leader:
         self._pending: dict[int, _Pending] = {}
         self._number = 0
         self._error: ReplicaGroupError | None = None
-        self._ending = threading.Event()
+        self._armed, self._ending = threading.Event(), threading.Event()
         self._changed = threading.Condition()
         self._readers: list[threading.Thread] = []
         threading.Thread(target=self._pulse, name="replica-pulse", daemon=True).start()
@@ -127,6 +127,14 @@ class Leader:
     def num_compilations(self) -> int:
         """Programs that the followers have compiled since their warm-up."""
         return sum(follower.num_compilations for follower in self._followers.values())
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Whoever runs the process of a follower says that it has failed, perhaps before it came."""
+        self._fail(f"{self.names.get(rank, f'host {rank} of {self.num_hosts}')} has failed: {reason}")
+
+    def arm(self) -> None:
+        """From now on a failure is told to `on_failure`, and no longer to who asks only."""
+        self._armed.set()
 
     def begin(self, coordinator_address: str) -> None:
         """Tells all to start `jax.distributed`."""
@@ -212,7 +220,8 @@ class Leader:
             self._error = error = ReplicaGroupError(message)
             self._changed.notify_all()
         self._say_farewell(message)
-        self._on_failure(error)
+        if self._armed.is_set():
+            self._on_failure(error)
 
     def _send_to_all(self, payload: bytes) -> None:
         for follower in self._followers.values():

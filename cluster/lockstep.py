@@ -61,7 +61,8 @@ def describe_runner(runner: StepRunner) -> str:
     }
     decoder = runner.decoder
     mesh = (dict(decoder.mesh.shape), [device.id for device in decoder.mesh.devices.flat])
-    return repr((runner.sizes, decoder.config, mesh, sorted(runner.compiled_programs), sorted(shapes.items())))
+    programs = (decoder.config, decoder.attention_kernel, sorted(runner.compiled_programs))
+    return repr((runner.sizes, mesh, programs, sorted(shapes.items())))
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Gathering:
             self.close(str(error) or type(error).__name__)
             raise
         self._stop_listening()
+        self._leader.arm()
         with _reserved_port(self.host) as port:
             address = f"{self.host}:{port}"
             try:
@@ -117,6 +118,10 @@ class Gathering:
             except Exception as error:
                 raise self._leader.explain(error) from error
         return self._leader
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Whoever runs the process of a follower says that it has failed, before it came or at any time later."""
+        self._leader.lose(rank, reason)
 
     def close(self, reason: str | None = None) -> None:
         """Waits no longer; who has come is told `reason`."""

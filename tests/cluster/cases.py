@@ -20,8 +20,15 @@ from engine.weights.load import load_config, load_params
 from tests.engine.tiny_models import WIDE, random_params, run, tokens_of
 
 GROK = Path(__file__).parents[2] / ".." / "shared" / "data" / "grok1" / "tiny"
-ENGINE = EngineConfig(num_slots=8, max_model_len=160, prefill_buckets=(16,), max_queue_len=64, batch_invariant=True)
-"""Chunks of 16 tokens and two attention blocks; one program of each kind, as all that matters here is who runs it."""
+ENGINE = EngineConfig(
+    num_slots=8,
+    max_model_len=160,
+    prefill_buckets=(16,),
+    max_queue_len=64,
+    decode_chunk=4,
+    batch_invariant=True,
+)
+"""Prompts in chunks of 16 tokens, decode in chunks of 4, two attention blocks; one program of each kind."""
 
 
 @dataclass(frozen=True)

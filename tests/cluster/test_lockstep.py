@@ -32,7 +32,7 @@ class Runner:
         self.change = change or (lambda position: position)
         self.sizes, self.params, self.compiled_programs = (size,), {}, {"decode": None}
         mesh = SimpleNamespace(shape={"data": 1}, devices=SimpleNamespace(flat=[]))
-        self.decoder = SimpleNamespace(config="a model", mesh=mesh)
+        self.decoder = SimpleNamespace(config="a model", attention_kernel="reference", mesh=mesh)
         self.num_compilations_since_warm_up = 0
         self.compilations = SimpleNamespace(count=4)
 
@@ -64,6 +64,7 @@ class Replica:
         self.failures = queue.SimpleQueue()
         self.follower_failures = queue.SimpleQueue()
         self.leader = Leader(1 + len(followers), timeouts, self.failures.put)
+        self.leader.arm()
         self.lockstep = LockstepRunner(self.runner, self.leader)
         self._pool = ThreadPoolExecutor(len(followers))
         self.members, self.threads = [], []
@@ -224,6 +225,7 @@ class Puppet:
         self.leader = Leader(2, timeouts, self.failures.put)
         theirs, self.channel = connected()
         self.leader.admit(1, "a puppet", theirs)
+        self.leader.arm()
         self.lockstep = LockstepRunner(Runner(), self.leader)
 
     def say(self, message):
@@ -309,6 +311,14 @@ def test_why_a_follower_failed_is_passed_on():
         # Heartbeats may have come before.
         messages = iter(lambda: decode(puppet.channel.receive()), None)
         assert "damaged" in next(m.reason for m in messages if isinstance(m, Stop))
+
+
+def test_who_runs_a_followers_process_may_say_that_it_failed():
+    with Puppet(PATIENT) as puppet:
+        puppet.leader.lose(1, "no such file")
+        assert str(puppet.failures.get(timeout=60)).startswith("host 1 of 2 (a puppet, ")
+        with pytest.raises(ReplicaGroupError, match="has failed: no such file"):
+            puppet.lockstep.execute(plan(0))
 
 
 @pytest.mark.parametrize("name", ["start_s", "silence_s", "step_s", "warm_up_s"])
