@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
+from engine.plan import PageCopy, PlanRow, SampledToken, StepPlan, StepResult
 from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from engine.scheduler import DraftRequest, Scheduler, SchedulerLimits
 from engine.sequence import Sequence as Running
@@ -432,8 +432,8 @@ class Loop:
             most = shard.num_pages_needed(s, s.num_prompt_tokens + s.request.params.max_tokens)
             assert sum(page is not None for page in s.pages) <= most, "more pages than it was said to need"
 
-        def watched_provide(s: Running, first: int, end: int) -> list:
-            copies = provide(s, first, end)
+        def watched_provide(s: Running, start: int, end: int) -> list[PageCopy]:
+            copies = provide(s, start, end)
             check(s)
             return copies
 

@@ -129,3 +129,10 @@ def test_waiting_prompt_tokens_are_counted():
     assert (len(q.queue), q.queue.num_queued_tokens) == (3, 3)
     q.admit()
     assert (len(q.queue), q.queue.num_queued_tokens, len(list(q.queue))) == (2, 2, 2)
+
+
+def test_priorities_go_before_fair_shares():
+    q = Queue()
+    urgent = [q.add("busy", priority=0) for _ in range(3)]
+    lazy = q.add("idle", priority=1)
+    assert [q.admit(100) for _ in range(4)] == [*urgent, lazy]
