@@ -314,6 +314,15 @@ class Member:
         for target, name in [(self._listen, "replica-leader"), (self._pulse, "replica-pulse")]:
             threading.Thread(target=target, name=name, daemon=True).start()
 
+    def __enter__(self) -> "Member":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Leaves; the leader is told what the block raised."""
+        if isinstance(error, Exception) and not self._ending.is_set():
+            self.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
     def receive(self) -> tuple[FromLeader, bytes]:
         """The leader's next message but heartbeats, and as it was sent. Raises `ReplicaGroupError`."""
         item = self._inbox.get()

@@ -60,7 +60,10 @@ class Invitation:
 
 
 class Gathering:
-    """The leader waits for its followers. Close it, or use it as a context manager, where `start` is not reached."""
+    """The leader waits for its followers.
+
+    Close it where it is not started. As a context manager it does so, and ends the followers where its block raises.
+    """
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class Gathering:
         self._leader = Leader(num_hosts, self.timeouts, on_failure)
         self._arrival = threading.Condition()
         self._mismatch: ConfigError | None = None
+        self._started = False
         self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="replica-accept", daemon=True).start()
@@ -90,7 +94,8 @@ class Gathering:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        self.close(None if error is None else f"the leader has failed: {error}")
+        if error is not None or not self._started:
+            self.close(None if error is None else f"the leader has failed: {type(error).__name__}: {error}")
 
     def invitation(self, rank: int) -> Invitation:
         """For the process that is to be host `rank`, from 1 to `num_hosts` - 1."""
@@ -117,6 +122,7 @@ class Gathering:
                 _start_jax(address, self.num_hosts, 0, self._seconds_left())
             except Exception as error:
                 raise self._leader.explain(error) from error
+        self._started = True
         return self._leader
 
     def lose(self, rank: int, reason: str) -> None:

@@ -22,19 +22,32 @@ _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def prepare_platform(
-    platform: Platform, num_devices: int, memory_fraction: float, nvidia_device_file: Path = NVIDIA_DEVICE_FILE
+    platform: Platform,
+    num_devices: int,
+    memory_fraction: float,
+    nvidia_device_file: Path = NVIDIA_DEVICE_FILE,
 ) -> None:
-    """Chooses the platform, before jax's first use.
+    """Chooses the platform, before jax's first use, and makes sure of it.
 
     `num_devices`: of this process; a CPU stands for as many. `memory_fraction`: the share of each accelerator's memory
     that jax takes, in (0, 1]. Raises `ConfigError`, saying what was found, where the platform is not there, and for
     "auto" where there is an NVIDIA GPU that jax cannot use.
     """
+    choose_platform(platform, num_devices, memory_fraction)
+    check_platform(platform, nvidia_device_file)
+
+
+def choose_platform(platform: Platform, num_devices: int, memory_fraction: float) -> None:
+    """The first half of `prepare_platform`: nothing is used yet, so hosts can be joined (`cluster.multihost`)."""
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if platform == "cpu":
         provide_cpu_devices(num_devices)
+
+
+def check_platform(platform: Platform, nvidia_device_file: Path = NVIDIA_DEVICE_FILE) -> None:
+    """The second half: uses the platform."""
     try:
         found = jax.devices()[0].platform
     except RuntimeError as error:
