@@ -1,9 +1,13 @@
 """Attention of a batch over the paged cache, sharded over a mesh.
 
-Letters: H query heads, K stored KV heads, G query heads of a KV head, N head size, B sequences, T tokens of each.
+Letters: H query heads, K stored KV heads, G query heads of a KV head, N head size, B sequences, T tokens of each, M
+tokens in all.
 """
 
+import itertools
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +21,42 @@ from engine.kv_cache import BLOCK_LEN, CACHE_SPEC, NO_WINDOW, BatchLayout, KVCac
 from engine.sharding import DATA, MODEL
 
 
+class Group(NamedTuple):
+    """Sequences of a batch with the same number of tokens each."""
+
+    layout: BatchLayout
+    num_blocks: Int[Array, ""] | int
+    """Blocks of `BLOCK_LEN` positions, enough for the longest of the sequences."""
+
+
 def write_and_attend(
-    q: Float[Array, "H N BT"],
-    k: Float[Array, "K N BT"],
-    v: Float[Array, "K N BT"],
+    q: Float[Array, "H N M"],
+    k: Float[Array, "K N M"],
+    v: Float[Array, "K N M"],
     cache: KVCache,
     layer: int | Int[Array, ""],
     window: int | Int[Array, ""] | None,
-    layout: BatchLayout,
-    num_blocks: Int[Array, ""] | int,
+    groups: Sequence[Group],
     *,
     mesh: Mesh,
     scale: float,
     softcap: float | None,
     kernel: AttentionKernel = "reference",
-) -> tuple[Float[Array, "H N BT"], KVCache]:
+) -> tuple[Float[Array, "H N M"], KVCache]:
     """Stores keys and values of the batch's tokens, then lets each token attend to all it may see.
 
     A token at position i sees positions j <= i, and with a window (the layer's or its sequence's, whichever is smaller)
-    only those with i - window < j. `num_blocks` blocks of `BLOCK_LEN` positions are enough for the longest sequence of
-    the batch; where they are counted at run time, those before every window are skipped, too. `scale` multiplies q·k,
-    `softcap` c turns x into c·tanh(x / c). Tokens are flattened sequence by sequence. A chunk (T > 1) must start at a
-    page's first position. `kernel` computes the attention where T is 1 and it reaches the whole cache (`can_address`);
+    only those with i - window < j. Where a group's blocks are counted at run time, those before every window are
+    skipped. `scale` multiplies q·k, `softcap` c turns x into c·tanh(x / c). A chunk (T > 1) must start at the first
+    position of a page. `kernel` computes the attention where T is 1 and it reaches the whole cache (`can_address`),
     else the reference does.
+
+    The M tokens are those of all groups: one data shard after the other, in it one group after the other, in it one
+    sequence after the other.
     """
     heads, rows = Spec(MODEL, None, DATA), Spec(DATA)
     # A loop whose bounds are known costs an accelerator no round trip to the host for each turn.
-    static_blocks = num_blocks if isinstance(num_blocks, int) else None
-    uses_kernel = kernel != "reference" and layout.positions.shape[1] == 1
+    static_blocks = [group.num_blocks if isinstance(group.num_blocks, int) else None for group in groups]
 
     @partial(
         jax.shard_map,
@@ -53,23 +65,31 @@ def write_and_attend(
         out_specs=(heads, CACHE_SPEC),
         check_vma=False,
     )
-    def local(q, k, v, cache, layer, window, layout, num_blocks):  # type: ignore[no-untyped-def]
-        batch, num_tokens = layout.positions.shape
-        cache = write(k, v, cache, layer, layout)
+    def local(q, k, v, cache, layer, window, layouts, num_blocks):  # type: ignore[no-untyped-def]
         num_q_heads, size, _ = q.shape
         num_kv_heads = k.shape[0]
-        q = q.reshape(num_kv_heads, num_q_heads // num_kv_heads, size, batch, num_tokens)
-        q = q.transpose(3, 0, 1, 4, 2) * jnp.asarray(scale, q.dtype)
-        windows = jnp.minimum(layout.windows, window)
-        if uses_kernel and can_address(cache):
-            out = _kernel_attention(q, cache, layer, windows[:, 0], layout, static_blocks, softcap, kernel)
-        else:
-            blocks = (0, static_blocks) if static_blocks is not None else (_first_block(layout, windows), num_blocks)
-            out = blockwise_attention(q, cache, layer, windows, layout, blocks, softcap)
-        return out.transpose(1, 2, 4, 0, 3).reshape(num_q_heads, size, batch * num_tokens), cache
+        ends = list(itertools.accumulate(layout.positions.size for layout in layouts))
+        spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        for layout, span in zip(layouts, spans, strict=True):
+            cache = write(k[..., span], v[..., span], cache, layer, layout)
+        outs = []
+        for layout, span, count, static in zip(layouts, spans, num_blocks, static_blocks, strict=True):
+            batch, num_tokens = layout.positions.shape
+            heads_of = q[..., span].reshape(num_kv_heads, num_q_heads // num_kv_heads, size, batch, num_tokens)
+            heads_of = heads_of.transpose(3, 0, 1, 4, 2) * jnp.asarray(scale, q.dtype)
+            windows = jnp.minimum(layout.windows, window)
+            if kernel != "reference" and num_tokens == 1 and can_address(cache):
+                out = _kernel_attention(heads_of, cache, layer, windows[:, 0], layout, static, softcap, kernel)
+            else:
+                blocks = (0, static) if static is not None else (_first_block(layout, windows), count)
+                out = blockwise_attention(heads_of, cache, layer, windows, layout, blocks, softcap)
+            outs.append(out.transpose(1, 2, 4, 0, 3).reshape(num_q_heads, size, batch * num_tokens))
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=-1), cache
 
     window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
-    return local(q, k, v, cache, jnp.asarray(layer, jnp.int32), window, layout, jnp.asarray(num_blocks, jnp.int32))
+    num_blocks = tuple(jnp.asarray(group.num_blocks, jnp.int32) for group in groups)
+    layouts = tuple(group.layout for group in groups)
+    return local(q, k, v, cache, jnp.asarray(layer, jnp.int32), window, layouts, num_blocks)
 
 
 def can_address(cache: KVCache) -> bool:

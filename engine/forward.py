@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from engine.attention import Group
 from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache, copy_pages
 from engine.models.decoder import Decoder, Params
 from engine.plan import PlanRow
@@ -288,6 +289,95 @@ def _keep_last(state: DeviceState, column: dict[str, Array], tokens: Int[Array, 
     """The last token of each slot, with those just sampled."""
     slot = jnp.where(column["samples"] > 0, column["slot"], state.last_tokens.shape[0])
     return state.last_tokens.at[slot].set(tokens, mode="drop")
+
+
+class MixedOutput(NamedTuple):
+    """What a step of both kinds chose."""
+
+    prefill: StepOutput
+    decode: StepOutput
+
+
+def mixed_step(
+    decoder: Decoder, params: Params, state: DeviceState, packed: tuple[PackedRows, PackedRows], max_blocks: int | None
+) -> tuple[DeviceState, MixedOutput, None]:
+    """A chunk of each row of the first batch and one token of each row of the second, in one pass over the weights.
+
+    `max_blocks`: as in `prefill_step`.
+    """
+    (chunk, chunk_tokens), (rows, given) = map(_unpack, packed)
+    on_device = state.last_tokens.at[rows.column["slot"]].get(mode="clip")
+    tokens = jnp.where(rows.column["token_on_device"] > 0, on_device, given[:, 0])[:, None]
+    steps = jnp.arange(chunk_tokens.shape[1], dtype=jnp.int32)[None]
+    positions = chunk.column["position"][:, None] + steps, rows.column["position"][:, None]
+    ends = chunk.column["position"] + chunk.column["num_tokens"], rows.column["position"] + 1
+    groups = [
+        Group(
+            BatchLayout(r.page_table, p, r.column["num_tokens"], r.windows(p)),
+            _num_blocks(jnp.where(r.column["num_tokens"] > 0, end, 0)) if max_blocks is None else max_blocks,
+        )
+        for r, p, end in zip((chunk, rows), positions, ends, strict=True)
+    ]
+    hidden, cache = decoder.hidden_of_groups(params, state.cache, [chunk_tokens, tokens], groups)
+    by_chunk, by_row = decoder.unflatten(hidden, [chunk_tokens.shape, tokens.shape])
+    last = jnp.maximum(chunk.column["num_tokens"] - 1, 0)
+    by_chunk = jnp.take_along_axis(by_chunk, last[None, :, None], axis=2)
+    num_chunks = by_chunk.shape[1]
+    # Every data shard's rows of both kinds together, so that nothing moves between shards.
+    both = _by_shard(decoder, by_chunk[:, :, 0].T, by_row[:, :, 0].T).T
+    sampling = jax.tree.map(
+        lambda *a: _by_shard(decoder, *a),
+        *(r.sampling(end, r.column["wants_logprobs"] > 0) for r, end in zip((chunk, rows), ends, strict=True)),
+    )
+    sampled = sample(decoder.logits(params, both), sampling)
+    parts = [_of_shards(decoder, sampled, which, num_chunks, tokens.shape[0]) for which in (0, 1)]
+    outputs = [
+        StepOutput(jax.tree.map(lambda a: a[None], part), jnp.ones(part.tokens.shape[0], jnp.int32)) for part in parts
+    ]
+    kept = _keep_last(state, chunk.column, parts[0].tokens)
+    kept = _keep_last(state._replace(last_tokens=kept), rows.column, parts[1].tokens)
+    return DeviceState(cache, kept), MixedOutput(*outputs), None
+
+
+def _by_shard(decoder: Decoder, a: Array, b: Array) -> Array:
+    """Rows of two batches as one: each data shard's of the first, then its of the second."""
+    shards = decoder.mesh.shape[DATA]
+    parts = [x.reshape(shards, -1, *x.shape[1:]) for x in (a, b)]
+    return jnp.concatenate(parts, axis=1).reshape(-1, *a.shape[1:])
+
+
+def _of_shards(decoder: Decoder, sampled: Sampled, which: int, num_first: int, num_second: int) -> Sampled:
+    """The rows of one of the batches of `_by_shard`."""
+    shards = decoder.mesh.shape[DATA]
+    border = num_first // shards
+
+    def part(a: Array) -> Array:
+        by_shard = a.reshape(shards, -1, *a.shape[1:])
+        rows = by_shard[:, border:] if which else by_shard[:, :border]
+        return rows.reshape(num_second if which else num_first, *a.shape[1:])
+
+    return jax.tree.map(part, sampled)
+
+
+def compile_mixed(
+    decoder: Decoder,
+    params: Params | AbstractParams,
+    state: DeviceState,
+    shapes: tuple[BatchShape, BatchShape],
+    max_blocks: int | None,
+) -> jax.stages.Compiled:
+    """Compiles `mixed_step` for a batch of chunks and one of decode rows; otherwise as `compile_step`."""
+    by_row = NamedSharding(decoder.mesh, P(DATA, None))
+    everywhere = NamedSharding(decoder.mesh, P())
+    empty = tuple(pack_rows((), shape) for shape in shapes)
+    packed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_row), empty)
+
+    def step(params: Params, state: DeviceState, packed: tuple[PackedRows, PackedRows]) -> tuple:
+        with jax.default_matmul_precision("float32"):
+            return mixed_step(decoder, params, state, packed, max_blocks)
+
+    shardings = (jax.tree.map(lambda a: a.sharding, state), everywhere, None)
+    return jax.jit(step, donate_argnums=1, out_shardings=shardings).lower(params, state, packed).compile()
 
 
 def compile_step(

@@ -17,9 +17,11 @@ from engine.errors import ConfigError
 from engine.forward import (
     BatchShape,
     DeviceState,
+    MixedOutput,
     PackedCopies,
     StepOutput,
     compile_copies,
+    compile_mixed,
     compile_step,
     pack_rows,
     row_indices,
@@ -52,6 +54,8 @@ class RunnerSizes:
     """Tokens that a decode row samples at most."""
     step_token_budget: int
     """Tokens of a step with decode rows."""
+    mixed_chunk: int
+    """Length of the prompt chunks for which there are programs that compute them together with decode rows; 0: none."""
     context_blocks: tuple[int | None, ...]
     """Context buckets in attention blocks, ascending; (None,) where the program itself stops at the longest context."""
 
@@ -100,8 +104,17 @@ def derive_sizes(config: EngineConfig, decoder: Decoder) -> RunnerSizes:
         rows,
         config.decode_chunk,
         budget,
+        _mixed_chunk(config, buckets, budget - per_shard),
         _context_blocks(config, mesh, max_len),
     )
+
+
+def _mixed_chunk(config: EngineConfig, buckets: tuple[int, ...], room: int) -> int:
+    """The longest chunk that fits beside all slots' rows. With `batch_invariant` a row must be computed by one program
+    whatever else a step holds."""
+    if config.batch_invariant:
+        return 0
+    return max((b for b in buckets if b <= room), default=buckets[0])
 
 
 def _context_blocks(config: EngineConfig, mesh: jax.sharding.Mesh, max_len: int) -> tuple[int | None, ...]:
@@ -163,10 +176,14 @@ class _Program:
     max_steps: int = 1
     all_logits: bool = False
     """Returns the logits of every token, too: for verification."""
+    chunk: int = 0
+    """Tokens of a prompt chunk computed beside the decode rows."""
 
     @property
     def name(self) -> str:
         context = "" if self.max_blocks is None else f" context {self.max_blocks * BLOCK_LEN}"
+        if self.chunk:
+            return f"prefill {self.chunk} tokens beside {self.rows_per_shard} rows{context}"
         if self.num_tokens > 1:
             return f"prefill {self.num_tokens} tokens{context}"
         return f"decode {self.rows_per_shard} rows{context}"
@@ -216,7 +233,7 @@ class StepRunner:
             if progress is not None:
                 progress(done, len(programs), program.name)
             start = time.perf_counter()
-            output, _ = self._run((), program)
+            output = self._run_pair((), (), program) if program.chunk else self._run((), program)[0]
             jax.block_until_ready(output)
             seconds[program.name] = time.perf_counter() - start
         if progress is not None:
@@ -228,6 +245,9 @@ class StepRunner:
         """Starts a step; `fetch` waits for it."""
         if plan.copies:
             self._state = self._copy(self._state, self._put_copies(plan.copies))
+        if self._is_mixed(plan):
+            mixed = self._run_mixed(plan)
+            return StepHandle(plan, mixed.prefill, mixed.decode)
         prefill = decode = None
         if plan.prefill:
             prefill, _ = self._run(plan.prefill, self._program(plan.prefill, 1, plan.prefill_bucket))
@@ -272,13 +292,37 @@ class StepRunner:
         prefill = [
             p for p in prefill if p.max_blocks is None or p.max_blocks * BLOCK_LEN >= min(p.num_tokens, s.max_model_len)
         ]
-        return prefill + [_Program(r, 1, c, s.decode_chunk) for r in s.decode_row_buckets for c in s.context_blocks]
+        rows = [(r, c) for r in s.decode_row_buckets for c in s.context_blocks]
+        mixed = [_Program(r, 1, c, chunk=s.mixed_chunk) for r, c in rows if s.mixed_chunk]
+        return prefill + [_Program(r, 1, c, s.decode_chunk) for r, c in rows] + mixed
 
     def _program(self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int) -> _Program:
         needed = -(-max(row.position + row.num_tokens + row.max_new_tokens - 1 for row in rows) // BLOCK_LEN)
         needed = max(needed, -(-min(num_tokens, self.sizes.max_model_len) // BLOCK_LEN))
         blocks = next(b for b in self.sizes.context_blocks if b is None or b >= needed)
         return _Program(rows_per_shard, num_tokens, blocks, self.sizes.decode_chunk if num_tokens == 1 else 1)
+
+    def _is_mixed(self, plan: StepPlan) -> bool:
+        """Whether one pass over the weights does for both kinds."""
+        one_each = all(row.max_new_tokens == 1 for row in plan.decode)
+        return bool(plan.prefill and plan.decode and one_each and plan.prefill_bucket == self.sizes.mixed_chunk)
+
+    def _run_mixed(self, plan: StepPlan) -> MixedOutput:
+        program = self._program(plan.prefill + plan.decode, plan.decode_rows, 1)
+        program = replace(program, max_steps=1, chunk=plan.prefill_bucket)
+        return self._run_pair(plan.prefill, plan.decode, program)
+
+    def _run_pair(self, chunks: Sequence[PlanRow], rows: Sequence[PlanRow], program: _Program) -> MixedOutput:
+        shapes = self._shape(1, program.chunk), self._shape(program.rows_per_shard, 1)
+        compiled = self._programs.get(program)
+        if compiled is None:
+            compiled = compile_mixed(self.decoder, self.params, self._state, shapes, program.max_blocks)
+            self._programs[program] = compiled
+        packed = tuple(self._put(*each) for each in zip((chunks, rows), shapes, strict=True))
+        self._state, output, _ = compiled(self.params, self._state, packed)
+        if self._wait_each_step:
+            jax.block_until_ready(output)
+        return output
 
     def _shape(self, rows_per_shard: int, num_tokens: int) -> BatchShape:
         s = self.sizes

@@ -4,20 +4,22 @@ Letters: B sequences, T tokens of each, D model, H query heads, K KV heads, N he
 Activations are feature-major, `[D, B * T]`.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from engine.attention import write_and_attend
+from engine.attention import Group, write_and_attend
 from engine.config import AttentionKernel, ExpertSharding, ModelConfig
 from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache
 from engine.models.layers import FeedForward, Linear, Norm, OfLayer, ParamDTypes, Rotation, rotate, rotation
 from engine.models.moe import MixtureOfExperts
-from engine.sharding import check_model_fits_mesh, num_cache_heads
+from engine.sharding import DATA, check_model_fits_mesh, num_cache_heads
 
 Params = dict[str, dict[str, jax.Array]]
 
@@ -25,8 +27,9 @@ Params = dict[str, dict[str, jax.Array]]
 class _Batch(NamedTuple):
     """What every layer needs beside the activations."""
 
-    layout: BatchLayout
-    num_blocks: Array | int
+    groups: tuple[Group, ...]
+    is_real: Bool[Array, " M"]
+    """False for tokens that only fill up the batch."""
     rotation: Rotation
 
 
@@ -68,8 +71,7 @@ class Attention(hk.Module):
             cache,
             layer,
             window,
-            batch.layout,
-            batch.num_blocks,
+            batch.groups,
             mesh=self._mesh,
             scale=c.head_size**-0.5 if c.attention_scale is None else c.attention_scale,
             softcap=c.attention_softcap,
@@ -116,10 +118,8 @@ class Block(hk.Module):
         if c.moe is None:
             h = FeedForward(c, self._dtypes, "ffn")(h)
         else:
-            layout = batch.layout
-            is_real = jnp.arange(layout.positions.shape[1])[None] < layout.num_tokens[:, None]
             experts = MixtureOfExperts(c, self._dtypes, self._mesh, self._expert_sharding, "moe")
-            h = experts(h, is_real.reshape(-1))
+            h = experts(h, batch.is_real)
         x = x + (norm("ffn_post_norm")(h) if c.post_norms else h)
         return x, cache
 
@@ -160,7 +160,27 @@ class Decoder:
         num_blocks: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "D BT"], KVCache]:
         """Runs all layers: the normed hidden state of every token, and the cache with their keys and values."""
-        return hk.transform(self._hidden).apply(params, None, params, cache, tokens, layout, num_blocks)
+        return self.hidden_of_groups(params, cache, [tokens], [Group(layout, num_blocks)])
+
+    def hidden_of_groups(
+        self, params: Params, cache: KVCache, tokens: Sequence[Int[Array, "B T"]], groups: Sequence[Group]
+    ) -> tuple[Float[Array, "D M"], KVCache]:
+        """As `hidden`, for groups of sequences with different numbers of tokens; `flatten` says how the M tokens of all
+        of them stand, and `unflatten` parts what was computed of them."""
+        return hk.transform(self._hidden).apply(params, None, params, cache, tokens, groups)
+
+    def flatten(self, arrays: Sequence[Array]) -> Shaped[Array, " M"]:
+        """One entry for each token of each group, as `write_and_attend` wants them: by data shard, then by group."""
+        num_shards = self.mesh.shape[DATA]
+        by_shard = [a.reshape(num_shards, -1) for a in arrays]
+        return (by_shard[0] if len(by_shard) == 1 else jnp.concatenate(by_shard, axis=1)).reshape(-1)
+
+    def unflatten(self, x: Shaped[Array, "D M"], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """The columns of `flatten` as they were: one array for each (B, T)."""
+        num_shards = self.mesh.shape[DATA]
+        ends = list(itertools.accumulate(batch // num_shards * num_tokens for batch, num_tokens in shapes))
+        by_shard = jnp.split(x.reshape(x.shape[0], num_shards, -1), ends[:-1], axis=2)
+        return [part.reshape(x.shape[0], *shape) for part, shape in zip(by_shard, shapes, strict=True)]
 
     def layer_states(
         self,
@@ -171,7 +191,8 @@ class Decoder:
         num_blocks: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "L D BT"], Float[Array, "D BT"]]:
         """As `hidden`, for verification: the residual stream after each layer, and the normed hidden state."""
-        return hk.transform(self._layer_states).apply(params, None, params, cache, tokens, layout, num_blocks)
+        group = Group(layout, num_blocks)
+        return hk.transform(self._layer_states).apply(params, None, params, cache, [tokens], [group])
 
     def logits(self, params: Params, hidden: Float[Array, "D M"]) -> Float[Array, "V M"]:
         """Float32 logits of hidden states."""
@@ -196,7 +217,7 @@ class Decoder:
         layout = BatchLayout(jnp.zeros((data, pages), jnp.int32), ints, ints[:, 0], ints)
 
         def run() -> None:
-            self._hidden(None, cache, ints, layout, 1)
+            self._hidden(None, cache, [ints], [Group(layout, 1)])
             if not self.config.tie_embeddings:
                 head_dtypes = ParamDTypes(self._dtypes.others, self._dtypes.others)
                 with_head = Linear(self.config.vocab_size, False, head_dtypes, "lm_head")
@@ -241,15 +262,15 @@ class Decoder:
         return jax.lax.scan(layer, (x, cache), jnp.arange(c.num_layers))
 
     def _hidden(
-        self, params: Params | None, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
+        self, params: Params | None, cache: KVCache, tokens: Sequence[Array], groups: Sequence[Group]
     ) -> tuple[Array, KVCache]:
-        x, cache, _ = self._run_layers(params, cache, tokens, layout, num_blocks, keep_states=False)
+        x, cache, _ = self._run_layers(params, cache, tokens, groups, keep_states=False)
         return self._final_norm(x), cache
 
     def _layer_states(
-        self, params: Params, cache: KVCache, tokens: Array, layout: BatchLayout, num_blocks: Array | int
+        self, params: Params, cache: KVCache, tokens: Sequence[Array], groups: Sequence[Group]
     ) -> tuple[Array, Array]:
-        x, _, states = self._run_layers(params, cache, tokens, layout, num_blocks, keep_states=True)
+        x, _, states = self._run_layers(params, cache, tokens, groups, keep_states=True)
         assert states is not None
         return states, self._final_norm(x)
 
@@ -260,16 +281,18 @@ class Decoder:
         self,
         params: Params | None,
         cache: KVCache,
-        tokens: Array,
-        layout: BatchLayout,
-        num_blocks: Array | int,
+        tokens: Sequence[Array],
+        groups: Sequence[Group],
         keep_states: bool,
     ) -> tuple[Array, KVCache, Array | None]:
         c = self.config
-        x = _Embedding(c, self._dtypes.others, "embed")(tokens.reshape(-1)).astype(self._activation_dtype)
+        x = _Embedding(c, self._dtypes.others, "embed")(self.flatten(tokens)).astype(self._activation_dtype)
         if c.embedding_multiplier != 1.0:
             x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
-        batch = _Batch(layout, num_blocks, rotation(c, layout.positions.reshape(-1)))
+        layouts = [group.layout for group in groups]
+        is_real = self.flatten([jnp.arange(a.positions.shape[1])[None] < a.num_tokens[:, None] for a in layouts])
+        positions = self.flatten([a.positions for a in layouts])
+        batch = _Batch(tuple(groups), is_real, rotation(c, positions))
 
         if params is not None and self._scans_layers:
             (x, cache), states = self._scan_layers(params, x, cache, batch, keep_states)

@@ -1,14 +1,13 @@
 """Windows of layers and sequences against a plain softmax. L 2, S 16, K 2, G 3, N 10; three attention blocks."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.attention import write_and_attend
+from engine.attention import Group, write_and_attend
 from engine.kv_cache import NO_WINDOW, BatchLayout, KVCache
 from engine.sharding import make_mesh
 
@@ -61,11 +60,13 @@ def layout_of(case, windows, table=None, real=None):
     return BatchLayout(*(jnp.asarray(a, jnp.int32) for a in ints))
 
 
-_compiled = jax.jit(
-    partial(write_and_attend, mesh=make_mesh(1, 1), scale=SCALE, softcap=SOFTCAP),
-    static_argnames=("num_blocks",),
-)
-_compiled_counting = jax.jit(partial(write_and_attend, mesh=make_mesh(1, 1), scale=SCALE, softcap=SOFTCAP))
+def _attend_one_group(q, k, v, cache, layer, window, layout, num_blocks):
+    groups = [Group(layout, num_blocks)]
+    return write_and_attend(q, k, v, cache, layer, window, groups, mesh=make_mesh(1, 1), scale=SCALE, softcap=SOFTCAP)
+
+
+_compiled = jax.jit(_attend_one_group, static_argnames=("num_blocks",))
+_compiled_counting = jax.jit(_attend_one_group)
 
 
 def attend(case, windows, layer_window=None, cache=None, counted=True, **changes):

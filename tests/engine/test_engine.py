@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig
 from engine.request import FinishReason, Request, SamplingParams
 from engine.sampling import gumbel_noise
 
 from .oracle import full_logits
-from .tiny_models import LLAMA, WIDE, random_params, reason_of, run, tokens_of
+from .tiny_models import LLAMA, WIDE, make_engine, random_params, reason_of, run, tokens_of
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 ROUNDING = 1e-3
@@ -243,3 +244,27 @@ def test_stats_count_what_was_computed(engine):
     assert after.num_padding_tokens - before.num_padding_tokens == 11 + 0 + 8
     assert after.num_generated_tokens - before.num_generated_tokens == 16
     assert after.num_slots == 4
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (1, 1)], ids=["2x4", "1x1"])
+def test_chunks_computed_together_with_decode_rows_give_the_same_answers(mesh):
+    config = EngineConfig(num_slots=3 * mesh[0], prefill_buckets=(16, 32), max_model_len=160, max_queue_len=64)
+    model = WIDE if mesh == (2, 4) else LLAMA
+    engine = make_engine(model, random_params(model), config, mesh)
+    engine.warm_up()
+    assert engine.runner.sizes.mixed_chunk == 16
+    requests = [Request(f"r{n}", prompt(n), GREEDY) for n in (1, 20, 40, 60, 140, 33)]
+    requests.append(Request("sampled", prompt(9), SamplingParams(max_tokens=8, seed=2**40 + 3, ignore_eos=True)))
+    mixed = []
+    dispatch = engine.runner.dispatch
+
+    def watched(plan):
+        mixed.append(engine.runner._is_mixed(plan))
+        return dispatch(plan)
+
+    engine.runner.dispatch = watched
+    outputs = run(engine, requests)
+    assert sum(mixed) > 5
+    for request in requests:
+        assert_best(model, request, tokens_of(outputs[request.request_id]))
+    assert engine.stats().num_compilations_since_warm_up == 0
