@@ -13,6 +13,7 @@ from engine.config import ModelConfig
 from engine.weights.families import WeightMap
 from engine.weights.placement import (
     allocate,
+    parts_held_here,
     piece_sharding,
     place,
     place_dequantized,
@@ -126,7 +127,8 @@ class _Placement:
                 place(repeated, plan.scale.dtype, scale_sharding),
             )
         dtype = plan.target.dtype if plan.scale is None else np.dtype(np.float32)
-        check_values(info.file, piece, host, dtype)
+        for part in parts_held_here(host, sharding, plan.transposed):
+            check_values(info.file, piece, part, dtype)
         transform = self._loader.weights.transforms.get(plan.rule)
         if transform is not None:
             host = transform(host, self._loader.config)

@@ -79,6 +79,19 @@ def piece_sharding(sharding: NamedSharding, ndim: int) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*_axes(sharding, ndim)[1:]))
 
 
+def parts_held_here(host: np.ndarray, sharding: NamedSharding, transposed: bool = False) -> list[np.ndarray]:
+    """Views of what this process's devices hold of `host`, each part once; of a mesh of one process that is all of it.
+
+    The rest of a mapped file is not read.
+    """
+    if sharding.is_fully_addressable:
+        return [host]
+    file_sharding = NamedSharding(sharding.mesh, _spec(sharding, host.ndim, transposed))
+    indices = file_sharding.addressable_devices_indices_map(host.shape).values()
+    different = {tuple((part.start, part.stop) for part in index): index for index in indices if index is not None}
+    return [host[index] for index in different.values()]
+
+
 def num_input_parts(sharding: NamedSharding, ndim: int) -> int:
     """Into how many parts the last axis of an array of `ndim` axes is cut."""
     axis = _axes(sharding, ndim)[-1]

@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from engine.weights import placement
-from engine.weights.placement import allocate, piece_sharding, place, write
+from engine.weights.placement import allocate, parts_held_here, piece_sharding, place, write
 
 SHAPE = (8, 4, 6)
 
@@ -102,3 +102,37 @@ def test_a_transposed_parameter_is_turned_on_its_devices(axes, spec, target):
     placed = place(values, np.dtype(target), sharding, transposed=True)
     assert placed.sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_array_equal(placed, values.T.astype(target))
+
+
+def test_a_mesh_of_one_process_holds_everything():
+    host = np.arange(48.0).reshape(6, 8)
+    (part,) = parts_held_here(host, NamedSharding(mesh(2, 4), P(None, "model")))
+    assert part is host
+
+
+@pytest.mark.parametrize(
+    ("spec", "transposed", "expected"),
+    [
+        (P("model", None), False, [np.s_[0:2, :], np.s_[2:4, :]]),
+        (P(None, "model"), False, [np.s_[:, 0:2], np.s_[:, 2:4]]),
+        (P("model", None), True, [np.s_[:, 0:2], np.s_[:, 2:4]]),
+        (P(), False, [np.s_[:, :]]),
+    ],
+)
+def test_of_a_mesh_over_processes_only_the_parts_of_this_one_are_seen(monkeypatch, spec, transposed, expected):
+    """Half of the devices along the model axis are another process's; copies along the data axis count once."""
+    axes = mesh(2, 4)
+    mine = axes.devices[:, :2]
+    everywhere = NamedSharding.devices_indices_map
+
+    def indices_here(sharding, shape):
+        return {d: index for d, index in everywhere(sharding, shape).items() if d in mine}
+
+    monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
+    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", indices_here)
+    host = np.arange(64.0).reshape(8, 8)
+    parts = parts_held_here(host, NamedSharding(axes, spec), transposed)
+    assert len(parts) == len(expected)
+    for part, index in zip(parts, expected, strict=True):
+        np.testing.assert_array_equal(part, host[index])
+        assert np.shares_memory(part, host)
