@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from engine.errors import EngineError, InvalidRequestError
+from engine.request import AdaptiveWindow
 from serve_app.auth import Authenticator
 from serve_app.backend import Backend
 from serve_app.config import AppConfig
@@ -19,6 +20,7 @@ from serve_app.errors import HTTPError, ModelNotFoundError
 from serve_app.generation import GenerationCall
 from serve_app.generation_response import GenerationResponse, StreamMode
 from serve_app.http import RequestContext, read_json_body, request_id_of
+from serve_app.limits import check_stop, deadline_s, num_candidates, sampling_params
 from serve_app.metrics import Metrics
 from serve_app.protocol import (
     ChatCompletionRequest,
@@ -28,10 +30,7 @@ from serve_app.protocol import (
     GenerationRequest,
     RequestT,
     TokenizeRequest,
-    check_stop,
-    deadline_s,
     parse_request,
-    sampling_params,
 )
 from serve_app.responses import ChatShape, CompletionShape
 from serve_app.text.base import Tokenizer
@@ -78,6 +77,7 @@ class Api:
         self._text = text
         self._limits = config.limits
         self._model = config.model.name
+        self._adaptive = config.model.adaptive_window
         self._started_at = int(time.time())
         self.metrics = Metrics()
         self.app = self._build_app(returns_request_id)
@@ -147,6 +147,7 @@ class Api:
         self, request: Request, parsed: GenerationRequest, prompts: tuple[tuple[int, ...], ...], default_max_tokens: int
     ) -> GenerationCall:
         check_stop(parsed.stop, self._limits)
+        adaptive = parsed.window == "adaptive"
         return GenerationCall(
             request_id=f"{request_id_of(request.scope)}-{secrets.token_hex(4)}",
             prompts=prompts,
@@ -156,10 +157,14 @@ class Api:
             deadline_s=deadline_s(parsed, request.headers.get("x-request-timeout-s"), self._limits),
             clip_max_tokens=parsed.limit is None,
             choices_per_prompt=parsed.n,
+            num_candidates=num_candidates(parsed, self._limits),
             priority=parsed.priority,
             tenant=request.state.tenant,
             cache_salt=parsed.cache_salt,
-            window=parsed.window,
+            window=self._adaptive.most if parsed.window == "adaptive" else parsed.window,
+            adaptive_window=AdaptiveWindow(self._adaptive.least, self._adaptive.divisor) if adaptive else None,
+            decode_chunk=parsed.decode_chunk,
+            chunk_overlap=parsed.chunk_overlap,
         )
 
     def _generate(

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.errors import (
     DeadlineExceededError,
@@ -16,14 +16,15 @@ from engine.errors import (
     EngineDeadError,
     EngineError,
     InvalidRequestError,
-    PromptTooLongError,
     QueueFullError,
     RequestCancelledError,
 )
-from engine.request import EngineProtocol, EngineStats, FinishReason, Request, RequestOutput, SamplingParams
+from engine.request import EngineProtocol, EngineStats, FinishReason, Request, RequestOutput
 from serve_app.call_stream import CallStream, RequestState, delta_of
+from serve_app.engine_requests import engine_requests
 from serve_app.engine_thread import EngineThread, Progress
 from serve_app.generation import Delta, GenerationCall
+from serve_app.rerank import Candidates
 from serve_app.text.base import Tokenizer
 from serve_app.text_stream import TextStream
 
@@ -85,7 +86,7 @@ class AsyncEngine:
         `InvalidRequestError`, `OverloadedError`, `DeadlineExceededError`, `RequestCancelledError`, `EngineDeadError`.
         """
         self._check_admission(call)
-        requests = self._engine_requests(call)
+        requests = engine_requests(call, self._ids, self.max_model_len, self.vocab_size)
         stream = self._admit(call, requests)
         timer = self._start_timer(call, stream)
         try:
@@ -133,6 +134,10 @@ class AsyncEngine:
         """Hands a refusal over to the event loop."""
         self._hand_over(lambda: self._refuse(request_id, error))
 
+    def on_scored(self, request_id: str, perplexity: float | None) -> None:
+        """Hands a score over to the event loop."""
+        self._hand_over(lambda: self._take_score(request_id, perplexity))
+
     def on_death(self) -> None:
         """Fails every call."""
         self._hand_over(lambda: self._fail_all(_DEAD))
@@ -153,69 +158,26 @@ class AsyncEngine:
         if not call.prompts:
             raise InvalidRequestError("prompt is empty; expected at least one prompt", "prompt")
         num_free = self._max_in_flight - len(self._requests)
-        if call.num_choices > self._max_in_flight:
-            each = f", n is {call.choices_per_prompt}" if call.choices_per_prompt > 1 else ""
+        if call.num_requests > self._max_in_flight:
+            name, each = ("rerank", call.num_candidates) if call.num_candidates > 1 else ("n", call.choices_per_prompt)
+            times = f", {name} is {each}" if each > 1 else ""
             raise InvalidRequestError(
-                f"{len(call.prompts)} prompts in one request{each}; this server holds {self._max_in_flight} at a time",
-                "prompt" if len(call.prompts) > self._max_in_flight else "n",
+                f"{len(call.prompts)} prompts in one request{times}; this server holds {self._max_in_flight} at a time",
+                "prompt" if len(call.prompts) > self._max_in_flight else name,
             )
-        if call.num_choices > num_free:
+        if call.num_requests > num_free:
             raise QueueFullError(
-                f"{len(self._requests)} of {self._max_in_flight} places are taken, {call.num_choices} wanted; retry"
+                f"{len(self._requests)} of {self._max_in_flight} places are taken, {call.num_requests} wanted; retry"
             )
-
-    def _engine_requests(self, call: GenerationCall) -> list[Request]:
-        """One for each choice, in the order of their indices."""
-        params = [self._fitted_params(call, prompt) for prompt in call.prompts]
-        return [
-            Request(
-                f"{next(self._ids)}:{call.request_id}",
-                call.prompts[index // call.choices_per_prompt],
-                replace(params[index // call.choices_per_prompt], seed=call.choice_seed(index)),
-                priority=call.priority,
-                tenant=call.tenant,
-                cache_salt=call.cache_salt,
-                window=call.window,
-            )
-            for index in range(call.num_choices)
-        ]
-
-    def _fitted_params(self, call: GenerationCall, prompt: tuple[int, ...]) -> SamplingParams:
-        """The call's parameters as the context allows for this prompt. Raises where it can never run."""
-        if not prompt:
-            raise InvalidRequestError("prompt is empty; expected at least one token", "prompt")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise InvalidRequestError(
-                f"prompt has token id {wrong}; expected ids from 0 to {self.vocab_size - 1}", "prompt"
-            )
-        return self._fit(call.params, len(prompt), call.clip_max_tokens)
-
-    def _fit(self, params: SamplingParams, prompt_len: int, clip: bool) -> SamplingParams:
-        """The parameters with `max_tokens` as the context allows."""
-        num_left = self.max_model_len - prompt_len
-        if num_left < 1:
-            raise PromptTooLongError(
-                f"the prompt has {prompt_len} tokens; the context holds {self.max_model_len},"
-                " of which at least one is for the answer",
-                "prompt",
-            )
-        if params.max_tokens <= num_left:
-            return params
-        if clip:
-            return replace(params, max_tokens=num_left)
-        raise PromptTooLongError(
-            f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}; together at most"
-            f" {self.max_model_len} fit the context: lower max_tokens to {num_left} or shorten the prompt",
-            "max_tokens",
-        )
 
     def _admit(self, call: GenerationCall, requests: list[Request]) -> CallStream:
         stream = CallStream()
         self._streams.add(stream)
+        candidates = Candidates(call) if call.num_candidates > 1 else None
+        wants_tokens = call.params.logprobs is not None or candidates is not None
         for index, request in enumerate(requests):
             text = TextStream(self._tokenizer, call.stop, continues_text=call.continues_text)
-            state = RequestState(index, stream, text, call.params.logprobs is not None)
+            state = RequestState(index, stream, text, wants_tokens, candidates)
             self._requests[request.request_id] = state
             stream.open_ids.add(request.request_id)
             self._thread.add(request)
@@ -235,10 +197,11 @@ class AsyncEngine:
             state = self._requests.get(output.request_id)
             if state is None:
                 continue
-            if output.finish_reason is not None:
-                self._forget(output.request_id, output.finish_reason)
-            if output.request_id in state.stream.open_ids:
+            state.ended_by = output.finish_reason
+            # What a step under way adds to a candidate whose text has ended is not part of it.
+            if output.request_id in state.stream.open_ids and not state.awaits_score:
                 self._deliver_to(state, output)
+            self._forget_if_through(output.request_id, state)
 
     def _deliver_to(self, state: RequestState, output: RequestOutput) -> None:
         if output.finish_reason is FinishReason.ABORTED:
@@ -246,12 +209,38 @@ class AsyncEngine:
             state.stream.fail(RequestCancelledError("the request was cancelled"))
             return
         delta = delta_of(state, output)
+        if delta.finish_reason is not None and output.finish_reason is None:
+            self._thread.abort(output.request_id)
+        if state.candidates is not None:
+            self._collect(state, state.candidates, output.request_id, delta)
+            return
         if delta.finish_reason is not None:
             state.stream.open_ids.discard(output.request_id)
-            if output.finish_reason is None:
-                self._thread.abort(output.request_id)
         if delta.text or delta.token_ids or delta.finish_reason is not None:
             state.stream.push(delta)
+
+    def _collect(self, state: RequestState, candidates: Candidates, request_id: str, delta: Delta) -> None:
+        """Keeps what a candidate got, and has it scored when it has ended. Its client waits for the score."""
+        candidates.add(delta)
+        if delta.finish_reason is not None:
+            state.awaits_score = True
+            self._thread.score(request_id, *candidates.to_score(state.index))
+
+    def _take_score(self, request_id: str, perplexity: float | None) -> None:
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        state.awaits_score = False
+        if request_id in state.stream.open_ids and state.candidates is not None and perplexity is not None:
+            state.stream.open_ids.discard(request_id)
+            answer = state.candidates.choose(state.index, perplexity)
+            if answer is not None:
+                state.stream.push(answer)
+        self._forget_if_through(request_id, state)
+
+    def _forget_if_through(self, request_id: str, state: RequestState) -> None:
+        if state.ended_by is not None and not state.awaits_score:
+            self._forget(request_id, state.ended_by)
 
     def _refuse(self, request_id: str, error: EngineError) -> None:
         state = self._requests[request_id]

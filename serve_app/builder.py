@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
@@ -10,10 +11,12 @@ from cluster.mesh import MeshConfig, build_mesh
 from cluster.platform import prepare_platform
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import build_engine as join_engine
+from engine.errors import ConfigError
 from engine.kernels.choice import choose_attention
 from engine.models.decoder import Decoder, Params
 from engine.request import EngineProtocol
 from engine.sharding import param_sharding
+from engine.verify import with_window
 from engine.weights.load import load_config, load_params
 from engine.weights.quantize import QuantizationError, describe_errors
 from engine.weights.source import resolve_source
@@ -28,32 +31,53 @@ def build_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
 
     Raises `ConfigError`, `CheckpointError` or `TokenizerError`.
     """
-    path, model = _find("model", config.model.source)
-    draft = None if config.model.draft_source is None else _find("draft model", config.model.draft_source)
+    if config.mesh.num_hosts > 1:
+        raise ConfigError("the mesh spans several hosts; only a replica of Ray Serve can start them")
+    path, model = find_model("model", config.model.source, config.model.window)
+    draft = None if config.model.draft_source is None else find_model("draft model", config.model.draft_source)
     tokenizer = load_model_tokenizer(config)
     engine_config = config.engine.to_engine_config()
-    shape = MeshConfig(local=(config.mesh.data, config.mesh.model))
-    prepare_platform(config.mesh.platform, shape.devices_per_host, config.mesh.memory_fraction)
+    shape = mesh_config(config)
+    prepare_platform(config.mesh.platform, num_devices(config), config.mesh.memory_fraction)
     prepare_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(shape)
-    decoder, params = _load(path, model, mesh, engine_config)
-    drafter = None if draft is None else _load(*draft, mesh, engine_config)
-    return join_engine(decoder, params, engine_config, drafter), tokenizer
+    decoder, params = load_model(path, model, mesh, engine_config)
+    small = None if draft is None else load_model(*draft, mesh, engine_config)
+    drafter = small if engine_config.num_draft_tokens else None
+    judge = (small or (decoder, params)) if config.limits.max_rerank else None
+    return join_engine(decoder, params, engine_config, drafter, judge), tokenizer
+
+
+def mesh_config(config: AppConfig) -> MeshConfig:
+    """The shapes of a replica's mesh."""
+    mesh = config.mesh
+    return MeshConfig((mesh.data, mesh.model), (mesh.hosts_along_data, mesh.hosts_along_model))
+
+
+def num_devices(config: AppConfig) -> int:
+    """Devices of each of its processes."""
+    return config.mesh.devices_per_host or mesh_config(config).devices_per_host
 
 
 _MAX_CACHE_BYTES = 32 << 30
 """Of compiled programs on the disk."""
 
 
-def _find(what: str, source: str) -> tuple[Path, ModelConfig]:
+def find_model(what: str, source: str, window: int | Literal["full"] | None = None) -> tuple[Path, ModelConfig]:
+    """Where a model lies on this machine, and its config, with `model.window` of a config file in place of its own.
+
+    Raises `CheckpointError`.
+    """
     path = resolve_source(source)
     model = load_config(path)
     say(f"{what} found: {path} ({model.family}, {model.num_layers} layers, {model.vocab_size} tokens)")
-    return path, model
+    if window is None:
+        return path, model
+    return path, with_window(model, (None if window == "full" else window,))
 
 
-def _load(path: Path, model: ModelConfig, mesh: Mesh, config: EngineConfig) -> tuple[Decoder, Params]:
-    """The decoder with its weights on the mesh."""
+def load_model(path: Path, model: ModelConfig, mesh: Mesh, config: EngineConfig) -> tuple[Decoder, Params]:
+    """The decoder with its weights on the mesh. Raises `CheckpointError` or `ConfigError`."""
     experts = config.expert_sharding
     attention = choose_attention(config.attention_kernel, mesh, model, config)
     decoder = Decoder(model, mesh, config.weight_dtype, config.activation_dtype, experts, attention)

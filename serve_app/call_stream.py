@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from engine.errors import EngineError
 from engine.request import FinishReason, RequestOutput
-from serve_app.generation import Delta
+from serve_app.generation import Delta, join
+from serve_app.rerank import Candidates
 from serve_app.text_stream import TextStream
 
 
@@ -27,7 +28,7 @@ class CallStream:
     def push(self, delta: Delta) -> None:
         """Adds a delta, joined with an earlier one of the same choice that was not taken yet."""
         earlier = self._pending.get(delta.index)
-        self._pending[delta.index] = delta if earlier is None else _join(earlier, delta)
+        self._pending[delta.index] = delta if earlier is None else join(earlier, delta)
         self._news.set()
 
     def fail(self, error: EngineError) -> None:
@@ -49,13 +50,21 @@ class CallStream:
 
 @dataclass
 class RequestState:
-    """One choice in the engine."""
+    """One choice in the engine, or one candidate for a choice."""
 
     index: int
+    """Among the call's engine requests."""
     stream: CallStream
     text: TextStream
-    wants_logprobs: bool
+    wants_tokens: bool
+    """Whether deltas carry token ids and log-probabilities."""
+    candidates: Candidates | None
+    """Where the candidates of the call are collected; None: each request is a choice."""
     num_tokens: int = 0
+    ended_by: FinishReason | None = None
+    """Why the engine ended it, once it did."""
+    awaits_score: bool = False
+    """Generated, its text ended, and not scored yet."""
 
 
 def delta_of(state: RequestState, output: RequestOutput) -> Delta:
@@ -72,7 +81,7 @@ def delta_of(state: RequestState, output: RequestOutput) -> Delta:
     if stopped:
         finish_reason = FinishReason.STOP
     state.num_tokens += num_used
-    wants = state.wants_logprobs
+    wants = state.wants_tokens
     return Delta(
         index=state.index,
         text=text,
@@ -81,16 +90,4 @@ def delta_of(state: RequestState, output: RequestOutput) -> Delta:
         logprobs=(output.logprobs or ())[:num_used] if wants else (),
         finish_reason=finish_reason,
         num_cached_tokens=output.num_cached_tokens,
-    )
-
-
-def _join(earlier: Delta, later: Delta) -> Delta:
-    return Delta(
-        index=later.index,
-        text=earlier.text + later.text,
-        num_tokens=later.num_tokens,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=earlier.logprobs + later.logprobs,
-        finish_reason=later.finish_reason,
-        num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
     )

@@ -16,10 +16,33 @@ from engine.request import MAX_LOGPROBS
 from serve_app.auth import AuthSection
 from serve_app.strict import StrictModel, complaints, suggestion
 
+MAX_RERANK = 16
+"""Candidates of one request at most, whatever the config."""
+
 Positive = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 # YAML knows lists only; the engine's config is hashable and wants tuples.
 Lengths = Annotated[tuple[Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+
+
+def _model_window(value: object) -> object:
+    if value is None or value == "full" or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(f"expected a number of positions of at least 1, or full (given: {value!r})")
+
+
+class AdaptiveWindowSection(StrictModel):
+    """What `"window": "adaptive"` of a request means: min(most, max(least, length // divisor)) positions."""
+
+    least: Positive = Field(default=64, description="Smallest window of a request that asks for an adaptive one.")
+    divisor: Positive = Field(default=2, description="Beyond it, the window is the context length over this.")
+    most: int = Field(default=256, ge=1, lt=2**30, description="Largest adaptive window.")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "AdaptiveWindowSection":
+        if self.least > self.most:
+            raise ValueError(f"least is {self.least} and most {self.most}; expected them in this order")
+        return self
 
 
 class ModelSection(StrictModel):
@@ -32,8 +55,9 @@ class ModelSection(StrictModel):
     draft_source: str | None = Field(
         default=None,
         min_length=1,
-        description="A small model with the same vocabulary, which guesses tokens ahead; needs "
-        "`engine.num_draft_tokens`. Default: guesses come from the request's own tokens.",
+        description="A small model with the same vocabulary: it guesses tokens ahead, with `engine.num_draft_tokens`, "
+        "and judges candidates, with `limits.max_rerank`. Default: guesses come from the request's own tokens, and the "
+        "model is its own judge.",
     )
     served_name: str | None = Field(
         default=None,
@@ -45,6 +69,14 @@ class ModelSection(StrictModel):
     )
     chat_template: str | None = Field(
         default=None, description="A file with a Jinja chat template to use instead of the model's own."
+    )
+    window: Annotated[int | Literal["full"] | None, BeforeValidator(_model_window)] = Field(
+        default=None,
+        description="Sliding window of every layer, in positions, in place of the model's own; full: none in any. "
+        "Default: the model's own. Not of the draft model.",
+    )
+    adaptive_window: AdaptiveWindowSection = Field(
+        default_factory=lambda: AdaptiveWindowSection(), description='What `"window": "adaptive"` of a request means.'
     )
 
     @property
@@ -129,11 +161,29 @@ class EngineSection(StrictModel):
 
 
 class MeshSection(StrictModel):
-    """The device mesh of one replica."""
+    """The device mesh of one replica: a shape within each host, times a shape between hosts."""
 
-    data: Positive = Field(default=1, description="Devices along the data axis: the batch is split over them.")
+    data: Positive = Field(default=1, description="Devices of each host along the data axis: it splits the batch.")
     model: Positive = Field(
-        default=1, description="Devices along the model axis: weights and heads are split over them."
+        default=1, description="Devices of each host along the model axis: it splits weights and heads."
+    )
+    hosts_along_data: Positive = Field(default=1, description="Hosts of a replica along the data axis.")
+    hosts_along_model: Positive = Field(default=1, description="Hosts of a replica along the model axis.")
+    devices_per_host: Positive | None = Field(
+        default=None, description="Devices that each host has, where it has more than data times model."
+    )
+    hosts: Positive | None = Field(
+        default=None, description="Hosts of a replica, as a check: the product of those along both axes."
+    )
+    host_placement: Literal["apart", "packed"] = Field(
+        default="apart",
+        description="Where the hosts of a replica run: each on a machine of its own, or several on one.",
+    )
+    host_start_timeout_s: PositiveSeconds = Field(
+        default=300.0, description="Time that all hosts of a replica have to come to its leader, in seconds."
+    )
+    host_silence_timeout_s: PositiveSeconds = Field(
+        default=10.0, description="A host that gives no sign of life for longer has failed, and its replica with it."
     )
     platform: Literal["auto", "cpu", "gpu", "tpu"] = Field(
         default="auto",
@@ -142,6 +192,24 @@ class MeshSection(StrictModel):
     memory_fraction: float = Field(
         default=0.9, gt=0, le=1, description="Share of each accelerator's memory that the replica may take."
     )
+
+    @model_validator(mode="after")
+    def _check_hosts(self) -> "MeshSection":
+        if self.hosts not in (None, self.num_hosts):
+            raise ValueError(
+                f"hosts is {self.hosts}; expected hosts_along_data times hosts_along_model, {self.num_hosts}"
+            )
+        if self.devices_per_host is not None and self.devices_per_host < self.data * self.model:
+            raise ValueError(
+                f"devices_per_host is {self.devices_per_host}; expected at least data times model, "
+                f"{self.data * self.model}"
+            )
+        return self
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of a replica."""
+        return self.hosts_along_data * self.hosts_along_model
 
 
 class LimitsSection(StrictModel):
@@ -174,6 +242,13 @@ class LimitsSection(StrictModel):
         le=MAX_LOGPROBS,
         description="Most alternatives a request may ask for at each position.",
     )
+    max_rerank: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_RERANK,
+        description=f"Most candidates of a request's `rerank`, 2 to {MAX_RERANK}; 0: it is refused. Scoring them takes "
+        "one more program, and a cache of its own for one context.",
+    )
 
     @model_validator(mode="after")
     def _check_order(self) -> "LimitsSection":
@@ -182,6 +257,8 @@ class LimitsSection(StrictModel):
                 f"default_deadline_s is {self.default_deadline_s:g}; expected at most max_deadline_s,"
                 f" {self.max_deadline_s:g}"
             )
+        if self.max_rerank == 1:
+            raise ValueError(f"max_rerank is 1; expected 0 (off), or 2 to {MAX_RERANK} candidates")
         return self
 
 
@@ -291,9 +368,15 @@ class AppConfig(StrictModel):
             self.engine.to_engine_config()
         except ConfigError as error:
             raise ValueError(f"engine.{error}") from None
-        if self.model.draft_source is not None and not self.engine.num_draft_tokens:
+        if self.model.draft_source is not None and not self.engine.num_draft_tokens and not self.limits.max_rerank:
             raise ValueError(
-                "model.draft_source is given and engine.num_draft_tokens is 0; expected at least 1, or no draft_source"
+                "model.draft_source is given and engine.num_draft_tokens and limits.max_rerank are 0; expected one of "
+                "them above 0, or no draft_source"
+            )
+        if self.limits.max_rerank and self.mesh.num_hosts > 1:
+            raise ValueError(
+                f"limits.max_rerank is {self.limits.max_rerank} and the mesh spans {self.mesh.num_hosts} hosts; "
+                "candidates are scored on a mesh of one host only"
             )
         return self
 

@@ -5,8 +5,9 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.errors import EngineDeadError, EngineError
 from engine.request import EngineProtocol, EngineStats, Request, RequestOutput
@@ -26,17 +27,32 @@ class EngineListener(Protocol):
     def on_refused(self, request_id: str, error: EngineError) -> None:
         """The engine did not take a request."""
 
+    def on_scored(self, request_id: str, perplexity: float | None) -> None:
+        """What `EngineThread.score` asked for; None where it was aborted before."""
+
     def on_death(self) -> None:
         """The loop has ended on an internal failure. Nothing else will be heard."""
 
 
+class _Answer(NamedTuple):
+    """What waits to be scored."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
 class EngineThread:
-    """Runs an engine's steps while it has work, and sleeps on the command queue while it has none."""
+    """Runs an engine's steps while it has work, and sleeps on the command queue while it has none.
+
+    Between two steps at most one answer is scored: those who generate wait for one score, not for all.
+    """
 
     def __init__(self, engine: EngineProtocol, listener: EngineListener) -> None:
         self._engine = engine
         self._listener = listener
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._to_score: deque[_Answer] = deque()
         self._stopping = False
         self._step_started_at: float | None = None
         self._stats = EngineStats()
@@ -68,8 +84,12 @@ class EngineThread:
         self._commands.put(lambda: self._add(request))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before the next step."""
-        self._commands.put(lambda: self._engine.abort(request_id))
+        """Ends a request before the next step, and forgets that it waits to be scored."""
+        self._commands.put(lambda: self._abort(request_id))
+
+    def score(self, request_id: str, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """Scores an answer; `on_scored` hears of it, or `on_refused`."""
+        self._commands.put(lambda: self._to_score.append(_Answer(request_id, prompt, tokens)))
 
     def warm_up(self, progress: Progress | None = None) -> Mapping[str, float]:
         """Compiles every program on the engine thread, and waits for it. Raises what the engine raised."""
@@ -114,6 +134,8 @@ class EngineThread:
             self._carry_out_commands()
             if self._stopping:
                 return
+            if self._to_score:
+                self._score(self._to_score.popleft())
             if self._engine.has_work():
                 self._step_started_at = time.monotonic()
                 outputs = self._engine.step()
@@ -126,7 +148,7 @@ class EngineThread:
 
     def _carry_out_commands(self) -> None:
         """All commands that are there; waits for one where the engine has nothing to do."""
-        if not self._engine.has_work():
+        if not self._engine.has_work() and not self._to_score:
             self._commands.get()()
         while not self._stopping:
             try:
@@ -140,3 +162,19 @@ class EngineThread:
             self._engine.add_request(request)
         except EngineError as error:
             self._listener.on_refused(request.request_id, error)
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+        for answer in [a for a in self._to_score if a.request_id == request_id]:
+            self._to_score.remove(answer)
+            self._listener.on_scored(request_id, None)
+
+    def _score(self, answer: _Answer) -> None:
+        self._step_started_at = time.monotonic()
+        try:
+            perplexity = self._engine.score(answer.prompt, answer.tokens)
+        except EngineError as error:
+            self._listener.on_refused(answer.request_id, error)
+        else:
+            self._listener.on_scored(answer.request_id, perplexity)
+        self._step_started_at = None

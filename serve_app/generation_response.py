@@ -78,7 +78,7 @@ class GenerationResponse(Response):
                 return
             await send(_event(answer.body, more=False))
         finally:
-            self._clock.end(self._usage)
+            self._clock.end(self._usage, one_piece=self._call.num_candidates > 1)
 
     def _patience_s(self) -> float | None:
         return None if self._call.deadline_s is None else self._call.deadline_s + _DEADLINE_GRACE_S
@@ -86,7 +86,7 @@ class GenerationResponse(Response):
     def _take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             self._usage.add(delta)
-        self._clock.tick()
+        self._clock.tick(self._usage)
 
     async def _send_whole(self, deltas: AsyncGenerator[list[Delta], None], send: Send) -> None:
         collector = Collector(self._call.num_choices)
@@ -138,22 +138,30 @@ class _Clock:
         self._metrics = metrics
         self._arrived_at = arrived_at
         self._first_at: float | None = None
+        self._num_first = 0
         self._last_at = arrived_at
 
-    def tick(self) -> None:
-        """Tokens came."""
+    def tick(self, usage: Usage) -> None:
+        """Tokens came; `usage` counts them."""
         self._last_at = time.monotonic()
         if self._first_at is None:
             self._first_at = self._last_at
+            self._num_first = _longest(usage)
             self._metrics.ttft.observe(self._first_at - self._arrived_at)
 
-    def end(self, usage: Usage) -> None:
-        """The request ended, one way or the other."""
+    def end(self, usage: Usage, *, one_piece: bool) -> None:
+        """The request ended, one way or the other. `one_piece`: each answer came at once, chosen of several."""
         self._metrics.latency.observe(time.monotonic() - self._arrived_at)
         if self._first_at is None:
             return
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.completion_tokens.inc(usage.num_completion_tokens)
-        longest = max(usage.num_generated.values(), default=0)
-        if longest > 1:
-            self._metrics.tpot.observe((self._last_at - self._first_at) / (longest - 1))
+        # Those that came with the first one took no time that could be seen.
+        num_later = _longest(usage) - self._num_first
+        if num_later and not one_piece:
+            self._metrics.tpot.observe((self._last_at - self._first_at) / num_later)
+
+
+def _longest(usage: Usage) -> int:
+    """Tokens of the longest choice so far."""
+    return max(usage.num_generated.values(), default=0)

@@ -56,7 +56,7 @@ class Metrics:
         )
         self.tpot = Histogram(
             "llm_time_per_output_token_seconds",
-            "Mean time between the tokens of a request.",
+            "Mean time of a token of a request, after those that came first.",
             buckets=_TOKEN_SECONDS,
             registry=self._registry,
         )

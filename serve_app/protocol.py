@@ -1,14 +1,12 @@
 """The OpenAI API's requests: what is accepted, of which type, and how the rest is refused."""
 
 import json
-import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.errors import InvalidRequestError, UnsupportedParameterError
-from engine.request import SamplingParams
-from serve_app.config import LimitsSection
+from serve_app.config import MAX_RERANK
 from serve_app.parameters import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, is_neutral
 from serve_app.strict import StrictModel, complaints, suggestion
 
@@ -44,6 +42,12 @@ def _stop(value: object) -> tuple[str, ...]:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
     raise ValueError("expected a text or a list of texts")
+
+
+def _window(value: object) -> object:
+    if value is None or value == "adaptive" or (type(value) is int and 1 <= value < 2**30):
+        return value
+    raise ValueError(f'expected a number of positions of at least 1, or "adaptive" (given: {value!r:.80})')
 
 
 def _as_tuple(value: object) -> object:
@@ -94,11 +98,32 @@ class GenerationRequest(StrictModel):
         min_length=1,
         description="Share cached prefixes only with requests of the same salt. Default: with all that have none.",
     )
-    window: int | None = Field(
+    window: Annotated[int | Literal["adaptive"] | None, BeforeValidator(_window)] = Field(
+        default=None,
+        description="Each position attends to this many positions at most, itself included, where the model's own "
+        'windows are not smaller still. "adaptive": more in longer contexts, see `model.adaptive_window`. Default: the '
+        "model's own.",
+    )
+    decode_chunk: int | None = Field(
         default=None,
         ge=1,
-        description="Each position attends to this many positions at most, itself included, where the model's own "
-        "windows are not smaller still. Default: the model's own.",
+        description="Tokens that one step may add to the answer, `engine.decode_chunk` at most; 1: each on its own. "
+        "Changes no token. Default: as many as the engine sees fit.",
+    )
+    chunk_overlap: int = Field(
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="Positions at the end of each chunk whose keys and values the next one computes again: for "
+        "comparisons, as it changes no token and costs time.",
+    )
+    rerank: int | None = Field(
+        default=None,
+        ge=2,
+        le=MAX_RERANK,
+        description="Candidates of which the likeliest is the answer: that of the lowest perplexity. Candidate i, from "
+        "0, is what `seed` + i gives. Needs a temperature above 0, no `n`, and `limits.max_rerank`. Streams get the "
+        "answer in one piece.",
     )
     user: str | None = Field(default=None, description="An end user's identifier; it is logged and changes nothing.")
 
@@ -270,67 +295,3 @@ def parse_request(model: type[RequestT], body: bytes) -> RequestT:
         field, problem = complaints(model, error)[0]
         message = f"{field}: {problem}" if field else problem
         raise InvalidRequestError(message, field.split(".")[0] or None) from None
-
-
-def sampling_params(request: GenerationRequest, limits: LimitsSection, default_max_tokens: int) -> SamplingParams:
-    """The engine's parameters. Raises `InvalidRequestError` that names the one out of range."""
-    max_tokens = default_max_tokens if request.limit is None else request.limit
-    if request.limit is not None and limits.max_tokens is not None and request.limit > limits.max_tokens:
-        raise InvalidRequestError(
-            f"max_tokens is {request.limit}; this server allows at most {limits.max_tokens}", "max_tokens"
-        )
-    if request.num_alternatives is not None and request.num_alternatives > limits.max_logprobs:
-        name = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
-        raise InvalidRequestError(
-            f"{name} is {request.num_alternatives}; this server allows at most {limits.max_logprobs}", name
-        )
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=secrets.randbits(64) if request.seed is None else request.seed,
-        ignore_eos=request.ignore_eos,
-        stop_token_ids=request.stop_token_ids,
-        logprobs=request.num_alternatives,
-    )
-
-
-def check_stop(stop: tuple[str, ...], limits: LimitsSection) -> None:
-    """Raises `InvalidRequestError` where there are too many stop strings, or one is empty or too long."""
-    if len(stop) > limits.max_stop_strings:
-        raise InvalidRequestError(
-            f"stop has {len(stop)} texts; this server allows at most {limits.max_stop_strings}", "stop"
-        )
-    if "" in stop:
-        raise InvalidRequestError("stop has an empty text; expected at least one character", "stop")
-    longest = max(map(len, stop), default=0)
-    if longest > limits.max_stop_string_chars:
-        raise InvalidRequestError(
-            f"a stop text has {longest} characters; this server allows at most {limits.max_stop_string_chars}", "stop"
-        )
-
-
-def deadline_s(request: GenerationRequest, header: str | None, limits: LimitsSection) -> float:
-    """Seconds that the request may take: the smaller of `timeout_s` and the header, else the default."""
-    named = [request.timeout_s] if request.timeout_s is not None else []
-    if header is not None:
-        named.append(_seconds(header))
-    if not named:
-        return limits.default_deadline_s
-    if min(named) > limits.max_deadline_s:
-        raise InvalidRequestError(
-            f"timeout_s is {min(named):g}; this server allows at most {limits.max_deadline_s:g} seconds", "timeout_s"
-        )
-    return min(named)
-
-
-def _seconds(header: str) -> float:
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise InvalidRequestError(f"x-request-timeout-s is {header!r}; expected seconds above 0", "x-request-timeout-s")
-    return seconds

@@ -6,7 +6,8 @@ there are "!". At temperatures above 1 the seed counts, too: each next letter is
 that seed 1 makes "x" be followed by "zbdf...".
 
 Requests of lower priority start earlier. A prompt finds in the cache what it has in common with the beginning of an
-earlier one of the same salt, its last token excepted. Windows and tenants change nothing; `requests` shows them.
+earlier one of the same salt, its last token excepted. A step adds as many tokens as `decode_chunk` says. Windows,
+tenants and overlaps change nothing; `requests` shows them. An answer is the likelier the later its last letter is.
 """
 
 import threading
@@ -55,7 +56,20 @@ class _Running:
         num_marks = request.prompt_token_ids.count(ord("!"))
         self.eos_after = None if num_marks == 0 or request.params.ignore_eos else num_marks
 
-    def advance(self) -> RequestOutput:
+    def advance(self, num_tokens: int) -> RequestOutput:
+        """The next tokens, that many or as many as there are."""
+        outputs = [self._advance()]
+        while len(outputs) < num_tokens and outputs[-1].finish_reason is None:
+            outputs.append(self._advance())
+        return RequestOutput(
+            self.request.request_id,
+            tuple(token for output in outputs for token in output.token_ids),
+            tuple(entry for output in outputs for entry in output.logprobs or ()) or None,
+            outputs[-1].finish_reason,
+            self.num_cached_tokens,
+        )
+
+    def _advance(self) -> RequestOutput:
         last = self.tokens[-1] if self.tokens else self.request.prompt_token_ids[-1]
         skip = self.request.params.seed if self.request.params.temperature > 1 else 0
         token = EOS if self.eos_after == len(self.tokens) else next_token(last, skip)
@@ -74,7 +88,7 @@ class _Running:
 
 
 class FakeEngine:
-    """One token a step for every running request. `gate`, where given, must be released once for each step."""
+    """A chunk a step for every running request. `gate`, where given, must be released once for each step."""
 
     def __init__(
         self,
@@ -82,6 +96,7 @@ class FakeEngine:
         num_slots: int = 4,
         max_queue_len: int = 4,
         max_model_len: int = 64,
+        decode_chunk: int = 1,
         gate: threading.Semaphore | None = None,
         fail_at_step: int | None = None,
     ) -> None:
@@ -89,6 +104,7 @@ class FakeEngine:
         self.vocab_size = VOCAB_SIZE
         self.num_slots = num_slots
         self.max_queue_len = max_queue_len
+        self.decode_chunk = decode_chunk
         self.gate = gate
         self.fail_at_step = fail_at_step
         self.threads: set[int] = set()
@@ -96,6 +112,10 @@ class FakeEngine:
         """Every request that was taken, in the order of arrival."""
         self.started: list[Request] = []
         """The same in the order in which they got a slot."""
+        self.scored: list[tuple[str, int]] = []
+        """(answer as text, steps before) of each score."""
+        self.fail_at_score: str | None = None
+        """The answer at whose score the engine dies."""
         self.num_steps = 0
         self.num_cached_tokens = 0
         self._waiting: list[_Running] = []
@@ -106,6 +126,8 @@ class FakeEngine:
         self.threads.add(threading.get_ident())
         if request.prompt_token_ids[-1] == ord("#"):
             raise InvalidRequestError("the fake engine refuses '#'", "prompt")
+        if request.decode_chunk is not None and request.decode_chunk > self.decode_chunk:
+            raise InvalidRequestError(f"decode_chunk is above {self.decode_chunk}", "decode_chunk")
         if len(self._waiting) >= self.max_queue_len + self.num_slots:
             raise QueueFullError("the fake engine's queue is full")
         num_cached_tokens = self._find_cached(request)
@@ -144,10 +166,18 @@ class FakeEngine:
         outputs = [RequestOutput(request_id, (), None, FinishReason.ABORTED) for request_id in self._aborted]
         self._aborted.clear()
         for running in list(self.running):
-            outputs.append(running.advance())
+            outputs.append(running.advance(running.request.decode_chunk or self.decode_chunk))
             if outputs[-1].finish_reason is not None:
                 self.running.remove(running)
         return outputs
+
+    def score(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        self.threads.add(threading.get_ident())
+        text = bytes(token for token in answer if token < 256).decode()
+        if text == self.fail_at_score:
+            raise RuntimeError("secret inner detail")
+        self.scored.append((text, self.num_steps))
+        return float(VOCAB_SIZE - answer[-1])
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> Mapping[str, float]:
         self.threads.add(threading.get_ident())

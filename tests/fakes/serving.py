@@ -38,5 +38,6 @@ def fake_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
         num_slots=config.engine.num_slots,
         max_queue_len=config.engine.max_queue_len,
         max_model_len=config.engine.max_model_len or 64,
+        decode_chunk=config.engine.decode_chunk,
     )
     return engine, ByteTokenizer(TEMPLATE)

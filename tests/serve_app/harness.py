@@ -38,12 +38,22 @@ class Gate:
         self.semaphore.release(1_000)
 
 
-def app_config(auth: Mapping[str, object] | None = None, **limits: object) -> AppConfig:
+def app_config(
+    auth: Mapping[str, object] | None = None,
+    decode_chunk: int = 1,
+    max_queue_len: int = MAX_QUEUE_LEN,
+    **limits: object,
+) -> AppConfig:
     """A config whose model is called "fake"."""
     return parse_app_config(
         {
-            "model": {"source": "nowhere/fake"},
-            "engine": {"num_slots": NUM_SLOTS, "max_queue_len": MAX_QUEUE_LEN, "max_model_len": MAX_MODEL_LEN},
+            "model": {"source": "nowhere/fake", "adaptive_window": {"least": 5, "divisor": 3, "most": 17}},
+            "engine": {
+                "num_slots": NUM_SLOTS,
+                "max_queue_len": max_queue_len,
+                "max_model_len": MAX_MODEL_LEN,
+                "decode_chunk": decode_chunk,
+            },
             "limits": limits,
             "auth": auth or {},
         }
@@ -86,17 +96,20 @@ async def running(
     gate: Gate | None = None,
     fail_at_step: int | None = None,
     auth: Mapping[str, object] | None = None,
+    decode_chunk: int = 1,
+    max_queue_len: int = MAX_QUEUE_LEN,
     **limits: object,
 ) -> AsyncIterator[Harness]:
     """A harness whose engine thread ends with the block."""
     engine = FakeEngine(
         num_slots=NUM_SLOTS,
-        max_queue_len=MAX_QUEUE_LEN,
+        max_queue_len=max_queue_len,
         max_model_len=MAX_MODEL_LEN,
+        decode_chunk=decode_chunk,
         gate=None if gate is None else gate.semaphore,
         fail_at_step=fail_at_step,
     )
-    harness = Harness(engine, app_config(auth, **limits))
+    harness = Harness(engine, app_config(auth, decode_chunk, max_queue_len, **limits))
     try:
         yield harness
     finally:

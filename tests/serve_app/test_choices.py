@@ -64,7 +64,7 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
 
 def test_the_largest_seed_is_followed_by_zero() -> None:
     generation = GenerationCall("r", ((97,),), SamplingParams(seed=2**64 - 1), choices_per_prompt=2)
-    assert [generation.choice_seed(index) for index in range(2)] == [2**64 - 1, 0]
+    assert [generation.request_seed(index) for index in range(2)] == [2**64 - 1, 0]
 
 
 def test_one_choice_keeps_the_seed_of_the_request_for_every_prompt() -> None:

@@ -93,7 +93,21 @@ def test_the_engine_section_is_the_engine_config() -> None:
         ({"model": MODEL, "log_level": "LOUD"}, "log_level"),
         (
             {"model": {**MODEL, "draft_source": "small"}},
-            "model.draft_source is given and engine.num_draft_tokens is 0; expected at least 1, or no draft_source",
+            "model.draft_source is given and engine.num_draft_tokens and limits.max_rerank are 0; expected one of",
+        ),
+        (
+            {"model": {**MODEL, "window": 0}},
+            "model.window: expected a number of positions of at least 1, or full (given: 0)",
+        ),
+        ({"model": {**MODEL, "window": True}}, "or full (given: True)"),
+        ({"model": {**MODEL, "window": "none"}}, "or full (given: 'none')"),
+        ({"model": {**MODEL, "adaptive_window": {"least": 257}}}, "least is 257 and most 256; expected them in this"),
+        ({"model": {**MODEL, "adaptive_window": {"divisor": 0}}}, "model.adaptive_window.divisor"),
+        ({"model": MODEL, "limits": {"max_rerank": 1}}, "max_rerank is 1; expected 0 (off), or 2 to 16 candidates"),
+        ({"model": MODEL, "limits": {"max_rerank": 17}}, "limits.max_rerank"),
+        (
+            {"model": MODEL, "limits": {"max_rerank": 2}, "mesh": {"hosts_along_model": 3}},
+            "limits.max_rerank is 2 and the mesh spans 3 hosts",
         ),
         ({"model": {**MODEL, "draft_source": ""}, "engine": {"num_draft_tokens": 2}}, "model.draft_source"),
         ({"model": MODEL, "engine": {"num_draft_tokens": 65}}, "engine.num_draft_tokens"),
@@ -112,9 +126,14 @@ def test_mistakes_are_named(args: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_draft_model_goes_with_guesses() -> None:
-    args = {"model": {**MODEL, "draft_source": "small"}, "engine": {"num_draft_tokens": 2}}
-    assert parse_app_config(args).model.draft_source == "small"
+@pytest.mark.parametrize("use", [{"engine": {"num_draft_tokens": 2}}, {"limits": {"max_rerank": 2}}], ids=str)
+def test_a_draft_model_goes_with_guesses_or_with_candidates(use: dict[str, Any]) -> None:
+    assert parse_app_config({"model": {**MODEL, "draft_source": "small"}, **use}).model.draft_source == "small"
+
+
+@pytest.mark.parametrize("window", [None, 1, 256, "full"])
+def test_windows_of_the_model(window: object) -> None:
+    assert parse_app_config({"model": {**MODEL, "window": window}}).model.window == window
 
 
 @pytest.mark.parametrize(
@@ -196,3 +215,29 @@ def test_serve_is_given_more_room_than_the_engine_so_that_the_engine_refuses() -
     config = parse_app_config({"model": MODEL, "engine": {"num_slots": 5, "max_queue_len": 7}})
     assert config.max_in_flight == 12
     assert config.max_ongoing_requests > 12
+
+
+def test_the_mesh_section_spans_hosts() -> None:
+    mesh = parse_app_config(
+        {"model": MODEL, "mesh": {"data": 2, "model": 4, "hosts_along_data": 3, "hosts": 3, "devices_per_host": 9}}
+    ).mesh
+    assert (mesh.num_hosts, mesh.devices_per_host) == (3, 9)
+    assert parse_app_config({"model": MODEL}).mesh.num_hosts == 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "problem"),
+    [
+        ({"hosts_along_model": 2, "hosts": 4}, "hosts is 4; expected hosts_along_data times hosts_along_model, 2"),
+        (
+            {"data": 2, "model": 4, "devices_per_host": 7},
+            "devices_per_host is 7; expected at least data times model, 8",
+        ),
+        ({"host_placement": "near"}, "mesh.host_placement"),
+        ({"hosts_along_data": 0}, "mesh.hosts_along_data"),
+        ({"host_silence_timeout_s": 0}, "mesh.host_silence_timeout_s"),
+    ],
+)
+def test_hosts_that_contradict_each_other_are_refused(mesh: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_app_config({"model": MODEL, "mesh": mesh})

@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from engine.request import AdaptiveWindow
 from tests.serve_app.harness import Connection, Gate, Harness, eventually, run, running
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -34,6 +35,24 @@ def test_the_largest_and_smallest_priority(value: int) -> None:
         async with running() as h:
             assert (await h.post(COMPLETIONS, {**BODIES[COMPLETIONS], "priority": value})).status_code == 200
             assert h.engine.requests[0].priority == value
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_chunks_and_windows_reach_the_engine(path: str) -> None:
+    async def test() -> None:
+        async with running(decode_chunk=8) as h:
+            given = {"decode_chunk": 7, "chunk_overlap": 3, "window": "adaptive"}
+            for extra in (given, {}, dict.fromkeys(given)):
+                assert (await h.post(path, {**BODIES[path], **extra})).status_code == 200
+            found = [(r.decode_chunk, r.chunk_overlap, r.window, r.adaptive_window) for r in h.engine.requests]
+            # The adaptive window is that of the config.
+            assert found == [
+                (7, 3, 17, AdaptiveWindow(least=5, divisor=3)),
+                (None, 0, None, None),
+                (None, 0, None, None),
+            ]
 
     run(test)
 
