@@ -163,7 +163,7 @@ class Decoder:
         return self.hidden_of_groups(params, cache, [tokens], [Group(layout, num_blocks)])
 
     def hidden_of_groups(
-        self, params: Params, cache: KVCache, tokens: Sequence[Int[Array, "B T"]], groups: Sequence[Group]
+        self, params: Params, cache: KVCache, tokens: Sequence[Array], groups: Sequence[Group]
     ) -> tuple[Float[Array, "D M"], KVCache]:
         """As `hidden`, for groups of sequences with different numbers of tokens; `flatten` says how the M tokens of all
         of them stand, and `unflatten` parts what was computed of them."""
