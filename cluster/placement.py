@@ -6,6 +6,7 @@ follower outlives its replica.
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -37,17 +38,18 @@ def start_followers(gathering: Gathering, task: FollowerTask, resources: Mapping
             f"a replica over {gathering.num_hosts} hosts needs a placement group with as many bundles; it has "
             f"{num_bundles}"
         )
-    others = {name: number for name, number in resources.items() if name not in ("CPU", "GPU")}
-    follower = ray.remote(_Follower).options(
-        num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), resources=others, max_restarts=0
-    )
+    options: dict[str, Any] = {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "resources": {name: number for name, number in resources.items() if name not in ("CPU", "GPU")},
+        "max_restarts": 0,
+    }
     for rank in range(1, gathering.num_hosts):
         placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-        actor = follower.options(scheduling_strategy=placement).remote()
+        actor = ray.remote(_Follower).options(**options, scheduling_strategy=placement).remote()
         # The thread holds the actor: without a handle Ray would end it.
-        threading.Thread(
-            target=_watch, args=(gathering, actor, task, rank), name=f"replica-actor-{rank}", daemon=True
-        ).start()
+        watch = threading.Thread(target=_watch, args=(gathering, actor, task, rank), daemon=True)
+        watch.start()
 
 
 def _watch(gathering: Gathering, actor: "ray.actor.ActorHandle", task: FollowerTask, rank: int) -> None:

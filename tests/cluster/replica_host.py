@@ -4,13 +4,21 @@ It writes JSON lines: a leader first its followers' invitations.
 """
 
 import json
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+
+def end_with_the_test() -> None:
+    """Ends this process when its stdin ends, as it does however the test ended."""
+    sys.stdin.read()
+    os._exit(3)
 
 
 def say(**values: object) -> None:
@@ -116,6 +124,7 @@ def task_cases(task: dict[str, Any]) -> list[Any]:
 def main() -> None:
     """The process."""
     task = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_the_test, daemon=True).start()
     jax.config.update("jax_num_cpu_devices", 8 // task["num_hosts"])
     for name, value in task["jax_config"].items():
         jax.config.update(name, value)

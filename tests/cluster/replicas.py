@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300
+LIMIT_S = 600
 """Only ends a broken test."""
 SHARED_CONFIG = (
     "jax_compilation_cache_dir",
