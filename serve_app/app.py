@@ -44,6 +44,7 @@ def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: Te
         # A model that does not load does not load the third time either.
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": serving.replica_num_cpus, "num_gpus": serving.replica_num_gpus},
+        **_hosts(config),
         max_surge_percent=serving.max_surge_percent,
         **_scale(config),
         **common,
@@ -57,6 +58,18 @@ def build_app(config: AppConfig, engine_factory: EngineFactory, text_factory: Te
         **common,
     )
     return ingress.bind(config, text_factory, replicas.bind(config, engine_factory))
+
+
+def _hosts(config: AppConfig) -> dict[str, Any]:
+    """Serve's options for where the hosts of a replica run: it takes the first bundle, its followers the others."""
+    num_hosts, serving = config.mesh.num_hosts, config.serving
+    if num_hosts == 1:
+        return {}
+    bundle = {"CPU": serving.replica_num_cpus, "GPU": serving.replica_num_gpus}
+    return {
+        "placement_group_bundles": [{name: number for name, number in bundle.items() if number}] * num_hosts,
+        "placement_group_strategy": "STRICT_SPREAD" if config.mesh.host_placement == "apart" else "PACK",
+    }
 
 
 def _scale(config: AppConfig) -> dict[str, Any]:

@@ -15,7 +15,14 @@ TextFactory = Callable[[AppConfig], TextTools]
 
 
 def build_engine_lazily(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
-    """`serve_app.builder.build_engine`, imported where it runs: it brings JAX, which only replicas need."""
+    """`build_engine` of `serve_app.builder`, or of `serve_app.hosts` for a mesh over several hosts.
+
+    They are imported where they run: they bring JAX, which only replicas need.
+    """
+    if config.mesh.num_hosts > 1:
+        from serve_app.hosts import build_engine as build_engine_over_hosts
+
+        return build_engine_over_hosts(config)
     from serve_app.builder import build_engine
 
     return build_engine(config)
