@@ -16,12 +16,23 @@ from serve_app.api import Api
 from serve_app.async_engine import AsyncEngine
 from serve_app.backend import LocalBackend
 from serve_app.builder import build_engine
-from serve_app.config import AppConfig, load_file
+from serve_app.config import AdaptiveWindowSection, AppConfig, load_file
 from serve_app.text.base import Tokenizer
 from serve_app.text_builder import build_text
 from tests.tiny_tokenizer import PI05_OPTIONS, PI05_TOKENIZER, ROOT, train
 
 TINY = ROOT / ".." / "shared" / "data" / "hf" / "pi05-tiny"
+WINDOW = 16
+"""Of the reference's `window_*`."""
+
+RUNS: list[tuple[dict[str, Any], str]] = [
+    ({}, "full"),
+    ({"window": WINDOW}, "window"),
+    ({"window": "adaptive"}, "window"),
+    ({"window": WINDOW, "chunk_overlap": 5}, "window"),
+]
+"""Options, and the run of the reference that they should give."""
+
 LIMIT_S = 300
 """Only ends a broken test."""
 
@@ -39,12 +50,14 @@ def config(monkeypatch: pytest.MonkeyPatch) -> AppConfig:
 
 
 @asynccontextmanager
-async def served(config: AppConfig) -> AsyncIterator[tuple[httpx.AsyncClient, Tokenizer]]:
+async def served(config: AppConfig, *, warm: bool = False) -> AsyncIterator[tuple[httpx.AsyncClient, Tokenizer]]:
     """A client of the application, and its tokenizer."""
     engine, tokenizer = build_engine(config)
     serving = AsyncEngine(engine, tokenizer, max_in_flight=config.max_in_flight, step_timeout_s=LIMIT_S)
     api = Api(LocalBackend(serving), build_text(config), config)
     try:
+        if warm:
+            await asyncio.to_thread(serving.warm_up)
         transport = httpx.ASGITransport(api.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=LIMIT_S) as client:
             yield client, tokenizer
@@ -107,3 +120,63 @@ def test_a_converted_model_answers_as_pytorch_did(config: AppConfig, tmp_path: P
             assert first["text"] == again["text"] != other["text"]
 
     asyncio.run(asyncio.wait_for(test(), LIMIT_S))
+
+
+def test_chunks_windows_and_candidates_over_http(config: AppConfig) -> None:
+    """One model without windows of its own: those of requests are what PyTorch was given, chunked or not."""
+    reference = np.load(TINY / "reference.npz")
+    adaptive = AdaptiveWindowSection(least=WINDOW, divisor=1000, most=WINDOW)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"window": "full", "adaptive_window": adaptive})}
+    )
+
+    async def test() -> None:
+        async with served(config, warm=True) as (client, tokenizer):
+            for j in range(2):
+                greedy = {"prompt": reference[f"prompt{j}"].tolist(), "max_tokens": 64, "temperature": 0, "logprobs": 0}
+                for options, name in RUNS:
+                    tokens = reference[f"{name}_greedy{j}"].tolist()
+                    answers = [await complete(client, **greedy, **options, decode_chunk=c) for c in (1, 7, 64, None)]
+                    for answer in answers:
+                        assert answer["logprobs"]["tokens"] == [shown(tokenizer, t) for t in tokens]
+                        assert answer["finish_reason"] == "length"
+                await check_stop_strings(client, greedy)
+            await check_candidates(client, {"prompt": reference["prompt0"].tolist(), "max_tokens": 12, "seed": 5})
+            metrics = (await client.get("/metrics")).text
+            assert 'num_compilations_since_warm_up_total{replica="0"} 0.0' in metrics
+            assert counter(metrics, "num_generated_tokens") > 2 * counter(metrics, "num_decode_rows")
+
+    asyncio.run(asyncio.wait_for(test(), LIMIT_S))
+
+
+async def check_stop_strings(client: httpx.AsyncClient, greedy: dict[str, Any]) -> None:
+    """Three stop strings of an answer, early and late: it ends before each, in chunks of whatever length."""
+    text = (await complete(client, **greedy))["text"]
+    whole = [text[i : i + 3] for i in range(len(text) - 2) if "\ufffd" not in text[i : i + 3]]
+    stops = whole[len(whole) // 4 :: len(whole) // 4]
+    assert len(stops) >= 3
+    for stop in stops:
+        answers = [await complete(client, **greedy, stop=stop, decode_chunk=chunk) for chunk in (1, 5, 64)]
+        assert answers[0]["text"] == text[: text.index(stop)]
+        assert answers[0]["finish_reason"] == "stop"
+        assert all(
+            (a["text"], a["finish_reason"], a["logprobs"]) == (answers[0]["text"], "stop", answers[0]["logprobs"])
+            for a in answers
+        )
+
+
+async def check_candidates(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    """The model is its own judge, so log-probabilities tell which candidate it prefers."""
+    request = {"model": "pi05-tiny", "ignore_eos": True, "logprobs": 0, **body}
+    choices = (await client.post("/v1/completions", json={**request, "n": 4})).json()["choices"]
+    likeliest = max(choices, key=lambda c: sum(c["logprobs"]["token_logprobs"]))
+    assert len({c["text"] for c in choices}) == 4
+    answer = (await client.post("/v1/completions", json={**request, "rerank": 4, "decode_chunk": 3})).json()
+    (choice,) = answer["choices"]
+    assert choice["logprobs"]["tokens"] == likeliest["logprobs"]["tokens"]
+    assert answer["usage"]["completion_tokens"] == 4 * len(choice["logprobs"]["tokens"])
+
+
+def counter(metrics: str, name: str) -> float:
+    """An engine's counter."""
+    return float(metrics.split(f'llm_engine_{name}_total{{replica="0"}} ')[1].split()[0])

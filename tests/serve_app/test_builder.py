@@ -24,6 +24,7 @@ class Checkpoints:
     """Where the models lie."""
 
     model: Path
+    other_weights: Path
     other_vocabulary: Path
 
 
@@ -33,6 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     smaller = ONE_LAYER | {"vocab": 256}
     return Checkpoints(
         write_grok1(tmp_path_factory.mktemp("model"), dict[str, object](make_tensors(config=ONE_LAYER)), ONE_LAYER),
+        write_grok1(tmp_path_factory.mktemp("weights"), dict[str, object](make_tensors(1, ONE_LAYER)), ONE_LAYER),
         write_grok1(tmp_path_factory.mktemp("other"), dict[str, object](make_tensors(config=smaller)), smaller),
     )
 
@@ -43,12 +45,15 @@ def own_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "unset")
 
 
-def build(model: Path, draft: Path | None, num_draft_tokens: int) -> EngineProtocol:
+def build(
+    model: Path, draft: Path | None, num_draft_tokens: int, max_rerank: int = 0, window: object = None
+) -> EngineProtocol:
     """The engine on a mesh of two devices."""
     args: dict[str, Any] = {
-        "model": {"source": str(model), "tokenizer": str(TINY_TOKENIZER)},
+        "model": {"source": str(model), "tokenizer": str(TINY_TOKENIZER), "window": window},
         "engine": {**ENGINE, "num_draft_tokens": num_draft_tokens},
         "mesh": {"model": 2, "platform": "cpu"},
+        "limits": {"max_rerank": max_rerank},
         "compilation_cache_dir": None,
     }
     if draft is not None:
@@ -91,3 +96,38 @@ def test_a_draft_model_with_another_vocabulary_is_refused(checkpoints: Checkpoin
 def test_a_draft_model_that_is_not_there_is_named(checkpoints: Checkpoints) -> None:
     with pytest.raises(CheckpointError, match="no/such/draft"):
         build(checkpoints.model, Path("no/such/draft"), 3)
+
+
+def test_the_judge_is_the_draft_model_or_else_the_model(checkpoints: Checkpoints) -> None:
+    answer = (19, 23, 29)
+    own = build(checkpoints.model, None, 0, max_rerank=2).score(PROMPT, answer)
+    # With other weights, and no guesses.
+    judged = build(checkpoints.model, checkpoints.other_weights, 0, max_rerank=2)
+    assert judged.score(PROMPT, answer) == build(checkpoints.other_weights, None, 0, max_rerank=2).score(PROMPT, answer)
+    assert judged.score(PROMPT, answer) != own
+    greedy_tokens(judged)
+    assert judged.stats().num_draft_tokens == 0
+    with pytest.raises(ConfigError, match="this engine has no scorer"):
+        build(checkpoints.model, checkpoints.model, 3).score(PROMPT, answer)
+
+
+def logprobs(engine: EngineProtocol, window: int | None = None) -> list[float]:
+    """Of the greedy answer to `PROMPT`."""
+    params = SamplingParams(NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=0)
+    engine.add_request(Request("r", PROMPT, params, window=window))
+    found: list[float] = []
+    while engine.has_work():
+        for output in engine.step():
+            found += [entry.logprob for entry in output.logprobs or ()]
+    assert len(found) == NUM_TOKENS
+    return found
+
+
+def test_the_window_of_the_config_replaces_that_of_every_layer(checkpoints: Checkpoints) -> None:
+    own, two, full = [build(checkpoints.model, None, 0, window=window) for window in (None, 2, "full")]
+    expected = logprobs(own)
+    assert logprobs(full) == expected
+    narrow = logprobs(two)
+    assert max(abs(a - b) for a, b in zip(narrow, expected, strict=True)) > 1e-3
+    # As a request's own window.
+    assert logprobs(own, window=2) == pytest.approx(narrow, abs=1e-5)
