@@ -70,7 +70,8 @@ def test_a_stop_string_over_several_steps_ends_the_text_and_frees_the_slot() -> 
             assert await text_of(h.serving, stopped) == ("bc", FinishReason.STOP, 5)
             gate.let_through(2)
             await h.idle()
-            assert h.engine.num_steps == 7
+            # The sixth step may have begun before the text of the fifth was known.
+            assert h.engine.num_steps in (6, 7)
             assert h.serving.stats().num_ended == {"aborted": 1}
 
     run(test)
