@@ -47,8 +47,8 @@ def write_and_attend(
 
     A token at position i sees positions j <= i, and with a window (the layer's or its sequence's, whichever is smaller)
     only those with i - window < j. Where a group's blocks are counted at run time, those before every window are
-    skipped. `scale` multiplies q·k, `softcap` c turns x into c·tanh(x / c). A chunk (T > 1) must start at the first
-    position of a page. `kernel` computes the attention where T is 1 and it reaches the whole cache (`can_address`),
+    skipped. `scale` multiplies q·k, `softcap` c turns x into c·tanh(x / c). A chunk of whole pages must start at the
+    first position of one. `kernel` computes the attention where T is 1 and it reaches the whole cache (`can_address`),
     else the reference does.
 
     The M tokens are those of all groups: one data shard after the other, in it one group after the other, in it one

@@ -149,8 +149,9 @@ class EngineConfig:
     """Requests that can run at once: rows of the largest decode program."""
     max_model_len: int | None = None
     """Context length in tokens; None: the model's `max_position_embeddings`."""
-    prefill_buckets: tuple[int, ...] = (32, 128, 512)
-    """Padded prompt-chunk lengths, ascending. A prompt above the largest is prefilled in chunks of it."""
+    prefill_buckets: tuple[int, ...] = (8, 32, 128, 512)
+    """Padded prompt-chunk lengths, ascending: multiples of the page size, or, but for the largest, divisors of it. A
+    prompt above the largest is prefilled in chunks of it."""
     context_bucket_min: int = 256
     """Smallest context bucket of attention on an accelerator; the others double up to `max_model_len`. On the CPU one
     program serves every context: it stops at the longest one."""
@@ -163,8 +164,9 @@ class EngineConfig:
     """Keep the pages of ended requests while there is room, for requests that begin with the same tokens."""
     step_token_budget: int | None = None
     """Tokens of a step with decode rows: a prompt is computed in chunks small enough to fit beside them (the smallest
-    bucket always fits). Less keeps the gaps between tokens short, more ends prompts sooner. None: on a CPU, where time
-    grows with every token, the smallest bucket; on an accelerator 512."""
+    bucket always fits). With n prompts waiting it is n times as much, so that a lone long prompt stalls nobody, and a
+    crowd is not kept waiting. Less keeps the gaps between tokens short, more ends prompts sooner. None: on a CPU, where
+    time grows with every token, all rows and the smallest bucket; on an accelerator all rows and 512."""
     priority_ageing_s: float = 30.0
     """Seconds of waiting that count as much as one step of a request's priority."""
     decode_chunk: int = 1

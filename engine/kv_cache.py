@@ -160,19 +160,21 @@ def write(
     layout: BatchLayout,
 ) -> KVCache:
     """Stores keys and values of a batch's tokens, on one device of a mesh. Tokens are flattened sequence by sequence;
-    a chunk (T > 1) must start at a page's first position.
+    a chunk of whole pages must start at a page's first position, one of fewer tokens may stand anywhere.
 
     What lies outside the cache's type becomes its largest value, and what is no number zero.
     """
-    return (_write_tokens if layout.positions.shape[1] == 1 else _write_chunks)(k, v, cache, layer, layout)
+    whole_pages = layout.positions.shape[1] % cache.keys.shape[-1] == 0
+    return (_write_chunks if whole_pages else _write_tokens)(k, v, cache, layer, layout)
 
 
 def _write_tokens(k: Array, v: Array, cache: KVCache, layer: Array, layout: BatchLayout) -> KVCache:
-    """Stores one token of each sequence."""
+    """Stores token by token."""
     page_size = cache.keys.shape[-1]
-    position = layout.positions[:, 0]
-    page = jnp.take_along_axis(layout.page_table, (position // page_size)[:, None], axis=1)[:, 0]
-    page = _drop_unless(layout.num_tokens > 0, page, cache)
+    column = jnp.minimum(layout.positions // page_size, layout.page_table.shape[1] - 1)
+    pages = jnp.take_along_axis(layout.page_table, column, axis=1)
+    is_real = jnp.arange(layout.positions.shape[1])[None] < layout.num_tokens[:, None]
+    page, position = _drop_unless(is_real, pages, cache).reshape(-1), layout.positions.reshape(-1)
     page, offset, k, v = _not_alone(cache, page, position % page_size, k.transpose(2, 0, 1), v.transpose(2, 0, 1))
     keys, key_scales = _stored(k, cache, -1)
     values, value_scales = _stored(v, cache, -1)

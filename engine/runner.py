@@ -34,7 +34,7 @@ from engine.request import TokenLogprobs
 from engine.sharding import DATA, check_model_fits_mesh
 
 _ACCELERATOR_BUDGET = 512
-"""Tokens that a step of a memory-bound accelerator computes beside its weights without taking much longer."""
+"""Prompt tokens that a step of a memory-bound accelerator computes beside its weights without taking much longer."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,14 @@ def derive_sizes(config: EngineConfig, decoder: Decoder) -> RunnerSizes:
     page = config.page_size
     if BLOCK_LEN % page:
         raise ConfigError(f"page_size is {page}; it must divide {BLOCK_LEN}")
-    odd = [b for b in config.prefill_buckets if b % page]
+    odd = [b for b in config.prefill_buckets if b % page and page % b] or [
+        b for b in config.prefill_buckets[-1:] if b % page
+    ]
     if odd:
-        raise ConfigError(f"prefill_buckets {odd} are no multiples of the page size {page}")
+        raise ConfigError(
+            f"prefill_buckets {odd} are no multiples of the page size {page}; smaller ones may divide it, but not the "
+            "largest"
+        )
     columns = -(-max_len // BLOCK_LEN) * (BLOCK_LEN // page)
     per_shard = config.num_slots // shards
     num_rows = max(per_shard, 1 + config.num_draft_tokens)
@@ -92,7 +97,7 @@ def derive_sizes(config: EngineConfig, decoder: Decoder) -> RunnerSizes:
     if pages % shards:
         raise ConfigError(f"{pages} pages cannot be divided over a data axis of {shards}")
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    budget = config.step_token_budget or (buckets[0] + per_shard if on_cpu else _ACCELERATOR_BUDGET)
+    budget = config.step_token_budget or per_shard + (buckets[0] if on_cpu else _ACCELERATOR_BUDGET)
     return RunnerSizes(
         shards,
         config.num_slots,

@@ -171,7 +171,9 @@ class Scheduler:
         self._admit()
         chunk = 1 if drafts else self.next_chunk()
         self._chunk = min(2 * chunk, self.limits.decode_chunk)
-        builder = StepBuilder(self.limits, self.shards, self._running, drafts or {}, chunk, self._preempt_for)
+        builder = StepBuilder(
+            self.limits, self.shards, self._running, drafts or {}, chunk, len(self._waiting), self._preempt_for
+        )
         for s in sorted(self._running, key=lambda s: s.rank):
             # One that is preempted to make room for an earlier one has no slot any more.
             if s.slot is not None:
@@ -326,6 +328,8 @@ class Scheduler:
             self._finish(s)
         elif s.slot is not None:
             self._shard(s).register(s)
+            # Guesses that were right move the window, too.
+            self._shard(s).leave_window(s)
         reports = tuple(t.logprobs for t in tokens if t.logprobs is not None)
         return RequestOutput(
             s.request.request_id,

@@ -22,13 +22,14 @@ class SchedulerLimits:
     vocab_size: int
     eos_token_ids: frozenset[int]
     prefill_buckets: tuple[int, ...]
-    """Padded chunk lengths, ascending, multiples of the page size."""
+    """Padded chunk lengths, ascending: multiples of the page size, or, but for the largest, divisors of it."""
     decode_row_buckets: tuple[int, ...]
     """Padded row counts of one shard, ascending; the last is at least the slots of a shard."""
     max_queue_len: int
     max_queued_tokens: int | None
     step_token_budget: int | None = None
-    """Tokens of a step with decode rows, at most (but one chunk of the smallest bucket always fits); None: no limit."""
+    """Tokens of a step with decode rows, at most, times the prompts that wait (but one chunk of the smallest bucket
+    always fits); None: no limit."""
     decode_chunk: int = 1
     """Tokens that one step samples of a request at most."""
     decode_chunk_min: int = 1

@@ -23,9 +23,11 @@ class StepBuilder:
         running: Many[Sequence],
         drafts: Mapping[int, tuple[int, ...]],
         chunk: int,
+        num_queued: int,
         make_room: Callable[[Sequence], bool],
     ) -> None:
-        """`chunk`: the most tokens sampled of each decoding sequence, where it has no guesses.
+        """`chunk`: the most tokens sampled of each decoding sequence, where it has no guesses; `num_queued`: requests
+        without a slot.
 
         `make_room(s)` preempts the last-ranked sequence of the shard of `s`, and says whether `s` is still there.
         """
@@ -36,6 +38,11 @@ class StepBuilder:
             if s.started and s.wants_decode:
                 self._num_decoding[self._shard(s).shard] += 1
         self._num_spare = [limits.num_rows - count for count in self._num_decoding]
+        prompts = [s for s in running if not s.started or s.wants_prefill]
+        self._num_prompts = num_queued + len(prompts)
+        first = {self._shard(s).shard: s for s in sorted(prompts, key=lambda s: s.rank, reverse=True)}
+        self._starts = {s.num_computed_tokens % limits.page_size for s in first.values()}
+        """Where in a page the next chunks start, of the prompts that come first on their shards."""
         self._bucket = 0
         self._prefill: dict[int, PlanRow] = {}
         self._decode: list[PlanRow] = []
@@ -78,7 +85,9 @@ class StepBuilder:
     def _plan_chunk(self, s: Sequence) -> None:
         start, num_left = s.num_computed_tokens, s.num_prefill_tokens - s.num_computed_tokens
         # All shards run the same program: the first-ranked sequence chooses it.
-        bucket = self._bucket or self._choose_bucket(num_left)
+        bucket = self._bucket or self._choose_bucket(start, num_left)
+        if not self._may_start(start, bucket):
+            return
         end = start + min(bucket, num_left)
         if not self._provide(s, start, end):
             return
@@ -159,24 +168,34 @@ class StepBuilder:
     def _limit_spare_rows(self) -> None:
         """Leaves to guesses, and to those that catch up, what the chunk leaves of the budget."""
         if self._limits.step_token_budget is not None:
-            most = max(0, self._limits.step_token_budget - self._bucket)
+            most = max(0, self._budget() - self._bucket)
             num_used = [self._limits.num_rows - spare for spare in self._num_spare]
             self._num_spare = [
                 min(spare, max(0, most - used)) for spare, used in zip(self._num_spare, num_used, strict=True)
             ]
 
-    def _choose_bucket(self, num_left: int) -> int:
-        """The chunk length for a sequence with that many tokens left.
+    def _budget(self) -> int:
+        """Tokens of a step with decode rows: more for a crowd of prompts than for a single one."""
+        assert self._limits.step_token_budget is not None
+        return self._limits.step_token_budget * max(1, self._num_prompts)
+
+    def _may_start(self, start: int, bucket: int) -> bool:
+        """Chunks of whole pages are written page by page."""
+        return bucket % self._limits.page_size > 0 or start % self._limits.page_size == 0
+
+    def _choose_bucket(self, start: int, num_left: int) -> int:
+        """The chunk length for a sequence with that many tokens left from `start` on.
 
         The next larger bucket, or, where more than a quarter of that would be padding, the next smaller one.
         """
         limits = self._limits
         if limits.exact:
             return limits.prefill_buckets[-1]
-        allowed = limits.prefill_buckets
+        starts = {start, *self._starts}
+        allowed = tuple(b for b in limits.prefill_buckets if all(self._may_start(s, b) for s in starts))
         num_rows = self._num_rows_planned()
         if limits.step_token_budget is not None and num_rows:
-            room = limits.step_token_budget - num_rows
+            room = self._budget() - num_rows
             allowed = tuple(b for b in allowed if b <= room) or allowed[:1]
         above = next((b for b in allowed if b >= num_left), None)
         below = next((b for b in reversed(allowed) if b <= num_left), None)

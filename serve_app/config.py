@@ -91,7 +91,7 @@ class EngineSection(StrictModel):
     num_slots: Positive = Field(default=8, description="Requests that run at once.")
     max_model_len: int | None = Field(default=None, ge=2, description="Context length in tokens. Default: the model's.")
     prefill_buckets: Lengths = Field(
-        default=(32, 128, 512), min_length=1, description="Padded prompt-chunk lengths, ascending; one program each."
+        default=(8, 32, 128, 512), min_length=1, description="Padded prompt-chunk lengths, ascending; one program each."
     )
     context_bucket_min: Positive = Field(
         default=256, description="Smallest context bucket of attention on an accelerator; they double from it."
@@ -105,8 +105,8 @@ class EngineSection(StrictModel):
     )
     step_token_budget: Positive | None = Field(
         default=None,
-        description="Tokens of a step in which answers are being generated: less keeps their gaps short, more ends "
-        "prompts sooner. Default: on a CPU the smallest bucket, on an accelerator 512.",
+        description="Tokens of a step in which answers are being generated, times the prompts that wait: less keeps "
+        "gaps short, more ends prompts sooner. Default: all rows and the smallest bucket (accelerator: 512).",
     )
     priority_ageing_s: float = Field(
         default=30.0, gt=0, description="Seconds of waiting that count as much as one step of a request's priority."

@@ -111,6 +111,8 @@ class FakeDevice:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.plans: list[StepPlan] = []
+        self.num_prompts = 0
+        """Prompts that waited when the next step was planned."""
         self.places: dict[int, dict[int, Place]] = defaultdict(dict)
         """For each sequence and each of its positions, what computed the number that the sequence saw."""
         self._memory: dict[tuple[int, int], dict[int, Cell]] = defaultdict(dict)
@@ -154,7 +156,8 @@ class FakeDevice:
         self._check_decode(plan)
         if limits.step_token_budget is not None and plan.prefill and plan.decode:
             num_tokens = plan.prefill_bucket + max(self._rows_by_shard(plan))
-            assert num_tokens <= limits.step_token_budget or plan.prefill_bucket == limits.prefill_buckets[0]
+            budget = limits.step_token_budget * max(1, self.num_prompts)
+            assert num_tokens <= budget or plan.prefill_bucket == limits.prefill_buckets[0]
 
     def _check_prefill(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -162,6 +165,8 @@ class FakeDevice:
         assert len(set(shards)) == len(shards), "two chunks for one data shard"
         assert plan.prefill_bucket in (limits.prefill_buckets if plan.prefill else (0,))
         multiple = limits.prefill_buckets[-1] if limits.exact else limits.page_size
+        if plan.prefill_bucket % limits.page_size:
+            multiple = 1
         for row in plan.prefill:
             assert 1 <= row.num_tokens == len(row.token_ids) <= plan.prefill_bucket
             assert row.position % multiple == 0, "a chunk starts at the wrong place"
@@ -286,6 +291,8 @@ class Loop:
         if not self.ahead:
             self._take_in()
         drafts = self._guess()
+        prompts = [s for s in self.scheduler._running if not s.started or s.wants_prefill]
+        self.device.num_prompts = self.scheduler.num_waiting + len(prompts)
         registered = [set(shard.pool._keys) for shard in self.scheduler.shards]
         self._evicted.clear()
         waited = self.waiting()

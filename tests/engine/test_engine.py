@@ -248,11 +248,11 @@ def test_stats_count_what_was_computed(engine):
 
 @pytest.mark.parametrize("mesh", [(2, 4), (1, 1)], ids=["2x4", "1x1"])
 def test_chunks_computed_together_with_decode_rows_give_the_same_answers(mesh):
-    config = EngineConfig(num_slots=3 * mesh[0], prefill_buckets=(16, 32), max_model_len=160, max_queue_len=64)
+    config = EngineConfig(num_slots=3 * mesh[0], prefill_buckets=(8, 32), max_model_len=160, max_queue_len=64)
     model = WIDE if mesh == (2, 4) else LLAMA
     engine = make_engine(model, random_params(model), config, mesh)
     engine.warm_up()
-    assert engine.runner.sizes.mixed_chunk == 16
+    assert engine.runner.sizes.mixed_chunk == 8
     requests = [Request(f"r{n}", prompt(n), GREEDY) for n in (1, 20, 40, 60, 140, 33)]
     requests.append(Request("sampled", prompt(9), SamplingParams(max_tokens=8, seed=2**40 + 3, ignore_eos=True)))
     mixed = []

@@ -27,7 +27,7 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         num_shards,
         MAX_MODEL_LEN,
         num_pages=num_shards * rng.randint(5, rng.choice([8, 6 + 4 * per_shard])),
-        prefill_buckets=rng.choice([(4,), (8,)] if exact else [(4,), (8,), (4, 8), (4, 12, 16)]),
+        prefill_buckets=rng.choice([(4,), (8,)] if exact else [(4,), (8,), (4, 8), (4, 12, 16), (2, 8), (1, 2, 4)]),
         decode_row_buckets=tuple(sorted(set(rows))),
         max_queue_len=rng.randint(2, 9),
         max_queued_tokens=rng.choice([None, None, 50]),

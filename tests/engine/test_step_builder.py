@@ -37,7 +37,7 @@ class Bench:
         return s
 
     def build(self, drafts: dict[int, tuple[int, ...]] | None = None, chunk: int = 1) -> StepPlan | None:
-        builder = StepBuilder(self.limits, self.shards, self.running, drafts or {}, chunk, lambda s: False)
+        builder = StepBuilder(self.limits, self.shards, self.running, drafts or {}, chunk, 0, lambda s: False)
         for s in self.running:
             builder.plan(s)
         return builder.build()
