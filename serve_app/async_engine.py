@@ -79,8 +79,12 @@ class AsyncEngine:
         """Compiles every program (blocks); the seconds each took. Call it before the first `generate`."""
         return self._thread.warm_up(progress)
 
-    async def generate(self, call: GenerationCall) -> AsyncGenerator[list[Delta], None]:
+    async def generate(
+        self, call: GenerationCall, sign_of_life_s: float | None = None
+    ) -> AsyncGenerator[list[Delta], None]:
         """Yields what each step adds to the call's choices until all have ended.
+
+        With `sign_of_life_s` it yields an empty list whenever nothing has come for so long.
 
         Closing the iterator (or cancelling the task in it) frees the slots within one step. Raises
         `InvalidRequestError`, `OverloadedError`, `DeadlineExceededError`, `RequestCancelledError`, `EngineDeadError`.
@@ -91,7 +95,7 @@ class AsyncEngine:
         timer = self._start_timer(call, stream)
         try:
             while not stream.ended:
-                yield await stream.take()
+                yield await stream.take(sign_of_life_s)
         finally:
             if timer is not None:
                 timer.cancel()

@@ -7,6 +7,9 @@ from typing import Protocol
 from serve_app.async_engine import AsyncEngine, AsyncEngineStats
 from serve_app.generation import Delta, GenerationCall
 
+SIGN_OF_LIFE_S = 5.0
+"""A replica sends something at least this often to each call that it answers."""
+
 
 @dataclass(frozen=True)
 class ReplicaInfo:

@@ -36,9 +36,16 @@ class CallStream:
         self._error = self._error or error
         self._news.set()
 
-    async def take(self) -> list[Delta]:
-        """All that has come; waits where nothing has. Raises the error that ended the call."""
-        await self._news.wait()
+    async def take(self, within_s: float | None = None) -> list[Delta]:
+        """All that has come; waits where nothing has, and returns nothing if nothing comes within that time.
+
+        Raises the error that ended the call.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                await self._news.wait()
+        except TimeoutError:
+            return []
         self._news.clear()
         if not self._pending and self._error is not None:
             raise self._error

@@ -1,7 +1,8 @@
 """The deployment that speaks HTTP, and its way to the engine replicas."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing
 from typing import TypeVar, cast
 
 from fastapi import FastAPI
@@ -14,7 +15,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from engine.errors import EngineDeadError, EngineError, QueueFullError
 from serve_app.api import Api
 from serve_app.async_engine import AsyncEngineStats
-from serve_app.backend import ReplicaInfo
+from serve_app.backend import SIGN_OF_LIFE_S, ReplicaInfo
 from serve_app.config import AppConfig
 from serve_app.console import configure_logging, say, told_on_failure
 from serve_app.errors import NotReadyError
@@ -22,10 +23,15 @@ from serve_app.factories import TextFactory
 from serve_app.generation import Delta, GenerationCall
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 # How long questions about a replica (not generation) may take.
 _ASK_TIMEOUT_S = 5.0
 
+# Several signs of life.
+SILENCE_LIMIT_S = 4 * SIGN_OF_LIFE_S
+
+_REPLICA_SILENT = "the replica that served this request is silent; try again"
 _REPLICA_DIED = "the replica that served this request died; try again"
 
 
@@ -41,11 +47,13 @@ class HandleBackend:
         response = cast(DeploymentResponseGenerator, self._streams.remote(call))
         ended = False
         try:
-            async for item in response:
-                if isinstance(item, EngineError):
-                    ended = True
-                    raise item
-                yield item
+            async with aclosing(_until_silent(response)) as items:
+                async for item in items:
+                    if isinstance(item, EngineError):
+                        ended = True
+                        raise item
+                    if item:
+                        yield item
             ended = True
         except BackPressureError:
             raise QueueFullError("every replica's queue is full; try again later") from None
@@ -72,6 +80,25 @@ class HandleBackend:
     async def drain(self) -> None:
         """See `Backend`."""
         await self._handle.broadcast("drain").results_async()
+
+
+async def _until_silent(response: AsyncIterator[Item]) -> AsyncGenerator[Item, None]:
+    """The items of a call. Raises `EngineDeadError` where its replica, having begun, gives no sign of life any more.
+
+    A machine that vanishes closes no connection: nothing else would tell for minutes. Before the first item the call
+    may be waiting for a replica; that ends at its deadline.
+    """
+    limit_s: float | None = None
+    while True:
+        try:
+            async with asyncio.timeout(limit_s):
+                item = await anext(response)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise EngineDeadError(_REPLICA_SILENT) from None
+        yield item
+        limit_s = SILENCE_LIMIT_S
 
 
 async def _answer(question: Awaitable[T]) -> T:

@@ -10,7 +10,7 @@ from ray import serve
 
 from engine.errors import EngineError
 from serve_app.async_engine import AsyncEngine, AsyncEngineStats
-from serve_app.backend import ReplicaInfo
+from serve_app.backend import SIGN_OF_LIFE_S, ReplicaInfo
 from serve_app.config import AppConfig
 from serve_app.console import StartUpLines, configure_logging, say, told_on_failure
 from serve_app.factories import EngineFactory
@@ -27,10 +27,10 @@ class Replica:
             self._engine = _warm_engine(config, engine_factory)
 
     async def generate(self, call: GenerationCall) -> AsyncIterator[list[Delta] | EngineError]:
-        """Yields what `AsyncEngine.generate` does; an error comes as the last item (see `HandleBackend`)."""
+        """Yields what `AsyncEngine.generate` does, with signs of life; an error comes last (see `HandleBackend`)."""
         try:
             # Closed with this generator, and not when it is collected: the slot must be free at once.
-            async with aclosing(self._engine.generate(call)) as batches:
+            async with aclosing(self._engine.generate(call, SIGN_OF_LIFE_S)) as batches:
                 async for deltas in batches:
                     yield deltas
         except EngineError as error:
