@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 from cluster.budget import abstract_params
 from engine.config import CacheDType, EngineConfig, ModelConfig
 from engine.errors import ConfigError
-from engine.forward import FLOAT_COLUMNS, INT_COLUMNS, AbstractParams, BatchShape, DeviceState, compile_step
+from engine.forward import AbstractParams, DeviceState, compile_step
 from engine.kv_cache import CacheShape
 from engine.models.decoder import Decoder
+from engine.packing import FLOAT_COLUMNS, INT_COLUMNS, BatchShape
 from engine.request import MAX_STOP_TOKEN_IDS
-from engine.runner import RunnerSizes, derive_sizes
+from engine.sizes import RunnerSizes, derive_sizes
 
 Progress = Callable[[str], None]
 """Called with the name of the program that is compiled next."""

@@ -22,7 +22,8 @@ from cluster.messages import Command, Logits, Step, WarmUp
 from engine.errors import ReplicaGroupError
 from engine.models.decoder import Decoder, Params
 from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
-from engine.runner import CompilationCounter, Progress, RunnerSizes, StepHandle, StepRunner
+from engine.runner import CompilationCounter, Progress, StepHandle, StepRunner
+from engine.sizes import RunnerSizes
 
 T = TypeVar("T")
 

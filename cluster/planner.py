@@ -27,7 +27,7 @@ from cluster.roofline import Accelerator, StepCosts
 from engine.config import EngineConfig, ModelConfig
 from engine.forward import AbstractParams
 from engine.models.decoder import Decoder
-from engine.runner import derive_sizes
+from engine.sizes import derive_sizes
 
 
 @dataclass(frozen=True)

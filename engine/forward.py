@@ -7,23 +7,19 @@ place; logits stay on the device.
 Letters: B rows (sequences), T tokens of each, C pages of a page table row, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from engine.attention import Group
-from engine.kv_cache import BLOCK_LEN, NO_WINDOW, BatchLayout, KVCache, copy_pages
+from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, copy_pages
 from engine.models.decoder import Decoder, Params
-from engine.plan import PlanRow
-from engine.request import MAX_STOP_TOKEN_IDS
-from engine.sampling import Sampled, SamplingRows, sample
+from engine.packing import BatchShape, PackedCopies, PackedRows, pack_rows, unpack
+from engine.sampling import Sampled, sample
 from engine.sharding import DATA
 
 AbstractParams = dict[str, dict[str, jax.ShapeDtypeStruct]]
@@ -38,152 +34,12 @@ class DeviceState(NamedTuple):
     """The token sampled last in each slot."""
 
 
-class PackedRows(NamedTuple):
-    """Rows of a plan as arrays; made by `pack_rows`, read by the programs."""
-
-    ints: Int[np.ndarray, "B I+S+C"]
-    """Columns `INT_COLUMNS`, `MAX_STOP_TOKEN_IDS` stop tokens (-1: none), then the page table."""
-    floats: Float[np.ndarray, "B 3"]
-    """Columns `FLOAT_COLUMNS`."""
-    tokens: Int[np.ndarray, "B T"]
-
-
-class PackedCopies(NamedTuple):
-    """Pages to copy, as `engine.kv_cache.copy_pages` takes them."""
-
-    sources: Int[np.ndarray, " M"]
-    targets: Int[np.ndarray, " M"]
-
-
-INT_COLUMNS = [
-    "slot",
-    "position",
-    "num_tokens",
-    "token_on_device",
-    "top_k",
-    "seed_high",
-    "seed_low",
-    "wants_logprobs",
-    "samples",
-    "window",
-    "window_least",
-    "window_divisor",
-    "max_new_tokens",
-    "ignore_eos",
-]
-FLOAT_COLUMNS = ["temperature", "top_p", "min_p"]
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """Sizes of one program's batch."""
-
-    num_shards: int
-    """Data shards."""
-    rows_per_shard: int
-    num_tokens: int
-    """Tokens of each row: a prefill bucket, or 1."""
-    num_columns: int
-    """Page table columns: pages of the longest context."""
-    num_slots: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all shards."""
-        return self.num_shards * self.rows_per_shard
-
-
-def row_indices(rows: Sequence[PlanRow], shape: BatchShape) -> list[int]:
-    """The batch row of each plan row: rows of a shard stand together, padded to the same number."""
-    slots_per_shard = shape.num_slots // shape.num_shards
-    used = [0] * shape.num_shards
-    indices = []
-    for row in rows:
-        shard = row.slot // slots_per_shard
-        indices.append(shard * shape.rows_per_shard + used[shard])
-        used[shard] += 1
-    return indices
-
-
-def pack_rows(rows: Sequence[PlanRow], shape: BatchShape) -> PackedRows:
-    """Packs plan rows; rows that are not used compute nothing that is kept."""
-    ints = np.zeros((shape.num_rows, len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS + shape.num_columns), np.int32)
-    floats = np.zeros((shape.num_rows, len(FLOAT_COLUMNS)), np.float32)
-    floats[:, 1] = 1.0
-    tokens = np.zeros((shape.num_rows, shape.num_tokens), np.int32)
-    ints[:, 0] = shape.num_slots
-    first_stop, first_page = len(INT_COLUMNS), len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS
-    ints[:, first_stop:first_page] = -1
-    for index, row in zip(row_indices(rows, shape), rows, strict=True):
-        p = row.params
-        seed_high, seed_low = np.array([p.seed >> 32, p.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-        ints[index, :first_stop] = (
-            row.slot,
-            row.position,
-            row.num_tokens,
-            not row.token_ids,
-            p.top_k,
-            seed_high,
-            seed_low,
-            p.logprobs is not None,
-            row.samples,
-            *_window(row),
-            row.max_new_tokens,
-            p.ignore_eos,
-        )
-        ints[index, first_stop : first_stop + len(p.stop_token_ids)] = p.stop_token_ids
-        ints[index, first_page : first_page + len(row.page_ids)] = row.page_ids
-        floats[index] = (p.temperature, p.top_p, p.min_p)
-        tokens[index, : len(row.token_ids)] = row.token_ids
-    return PackedRows(ints, floats, tokens)
-
-
-class _Rows(NamedTuple):
-    """Packed rows on the device."""
-
-    column: dict[str, Array]
-    stop_token_ids: Int[Array, "B S"]
-    page_table: Int[Array, "B C"]
-    floats: Float[Array, "B 3"]
-
-    def sampling(self, position: Int[Array, " B"], wants_logprobs: Bool[Array, " B"]) -> SamplingRows:
-        """How to choose the tokens at these positions."""
-        column = self.column
-        temperature, top_p, min_p = self.floats.T
-        seed = jnp.stack([column["seed_high"], column["seed_low"]], axis=1).astype(jnp.uint32)
-        return SamplingRows(temperature, top_p, min_p, column["top_k"], seed, position, wants_logprobs)
-
-    def windows(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """The sliding window of each position; see `engine.request.AdaptiveWindow`."""
-        most, least, divisor = (self.column[n][:, None] for n in ("window", "window_least", "window_divisor"))
-        return jnp.minimum(most, jnp.maximum(least, (positions + 1) // jnp.maximum(divisor, 1)))
-
-    def ends(self, tokens: Int[Array, " B"], eos_token_ids: tuple[int, ...]) -> Bool[Array, " B"]:
-        """Whether each token ends its request."""
-        is_eos = jnp.isin(tokens, jnp.array(eos_token_ids, jnp.int32)) & (self.column["ignore_eos"] == 0)
-        return is_eos | (tokens[:, None] == self.stop_token_ids).any(axis=1)
-
-
 class StepOutput(NamedTuple):
     """What a program chose: C tokens of each row at most."""
 
     sampled: Sampled
     """Every array with a leading axis C."""
     num_sampled: Int[Array, " B"]
-
-
-def _unpack(packed: PackedRows) -> tuple[_Rows, Int[Array, "B T"]]:
-    ints = jnp.asarray(packed.ints)
-    names, stops, table = jnp.split(ints, [len(INT_COLUMNS), len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS], axis=1)
-    column = dict(zip(INT_COLUMNS, names.T, strict=True))
-    return _Rows(column, stops, table, jnp.asarray(packed.floats)), jnp.asarray(packed.tokens)
-
-
-def _window(row: PlanRow) -> tuple[int, int, int]:
-    """The most, the least and the divisor of a row's window."""
-    most = NO_WINDOW if row.window is None else row.window
-    adaptive = row.adaptive_window
-    return (most, most, 1) if adaptive is None else (most, adaptive.least, adaptive.divisor)
 
 
 def prefill_step(
@@ -194,7 +50,7 @@ def prefill_step(
     `max_blocks` bounds the context to that many blocks of `BLOCK_LEN` positions at compile time; None: as many as the
     longest row needs, decided at run time. `all_logits` returns the logits of every token, too.
     """
-    rows, tokens = _unpack(packed)
+    rows, tokens = unpack(packed)
     column, (batch, num_tokens) = rows.column, tokens.shape
     positions = column["position"][:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     layout = BatchLayout(rows.page_table, positions, column["num_tokens"], rows.windows(positions))
@@ -225,7 +81,7 @@ def decode_steps(
     one program serves any number of steps, and its compilation does not depend on it. `all_logits` (with one step)
     returns the logits, too. `max_blocks`: as in `prefill_step`.
     """
-    rows, tokens = _unpack(packed)
+    rows, tokens = unpack(packed)
     column, batch = rows.column, tokens.shape[0]
     on_device = state.last_tokens.at[column["slot"]].get(mode="clip")
     first = jnp.where(column["token_on_device"] > 0, on_device, tokens[:, 0])
@@ -305,7 +161,7 @@ def mixed_step(
 
     `max_blocks`: as in `prefill_step`.
     """
-    (chunk, chunk_tokens), (rows, given) = map(_unpack, packed)
+    (chunk, chunk_tokens), (rows, given) = map(unpack, packed)
     on_device = state.last_tokens.at[rows.column["slot"]].get(mode="clip")
     tokens = jnp.where(rows.column["token_on_device"] > 0, on_device, given[:, 0])[:, None]
     steps = jnp.arange(chunk_tokens.shape[1], dtype=jnp.int32)[None]

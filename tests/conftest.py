@@ -13,6 +13,7 @@ CHECKED = (
     "engine.kernels",
     "engine.kv_cache",
     "engine.models",
+    "engine.packing",
     "engine.sampling",
     "engine.sharding",
 )

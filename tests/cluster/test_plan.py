@@ -16,9 +16,9 @@ from cluster.budget import abstract_params, cache_bytes_per_position, list_param
 from cluster.mesh import MeshConfig, build_mesh
 from cluster.plan import main
 from engine.errors import ConfigError
-from engine.forward import BatchShape
 from engine.models.decoder import Decoder
-from engine.runner import derive_sizes
+from engine.packing import BatchShape
+from engine.sizes import derive_sizes
 from engine.weights.grok1 import release_config
 from serve_app.config import load_file
 from tests.engine.weights.grok1_checkpoints import CONFIG, write_grok1

@@ -6,8 +6,8 @@ from jax.sharding import PartitionSpec as P
 from engine.config import EngineConfig, MoEConfig
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
-from engine.runner import derive_sizes
 from engine.sharding import check_model_fits_mesh, make_mesh, num_cache_heads, param_sharding, param_spec
+from engine.sizes import derive_sizes
 
 from .tiny_models import MODELS, WIDE, flatten
 
