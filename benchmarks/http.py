@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,11 @@ async def _events(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 @contextlib.contextmanager
-def server(args: dict[str, Any]) -> Iterator[str]:
-    """The URL of a server with this configuration, ready to answer, for as long as the block runs."""
+def server(args: dict[str, Any], environment: Callable[[int], Mapping[str, str]] = lambda port: {}) -> Iterator[str]:
+    """The URL of a server with this configuration, ready to answer, for as long as the block runs.
+
+    `environment`: variables of the server's processes, by the port that it is to answer at.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +101,7 @@ def server(args: dict[str, Any]) -> Iterator[str]:
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
         process = subprocess.Popen(
             [sys.executable, "-m", "serve_app", str(file)],
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} | dict(environment(port)),
             stdout=sys.stderr,
             start_new_session=True,
         )

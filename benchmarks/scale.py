@@ -1,202 +1,113 @@
-"""What it costs to spread a replica over processes: the same decode steps on one process, and in lockstep over several.
-
-A small model with random weights on virtual CPU devices, so that the step itself is short. `protocol_ms` is the part
-that is lockstep's own: telling the followers and comparing digests, measured with a runner that computes nothing.
+"""What it costs to scale out, in three parts (--parts): lockstep over several processes, HTTP and Ray Serve around the
+engine, and many streams held open at once. See `lockstep_cost`, `serving_cost` and `clients` of this package.
 """
 
 import argparse
-import contextlib
-import json
+import asyncio
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
-import jax
-
 from benchmarks.figures import emit, progress
-from cluster.group import Timeouts
-from cluster.lockstep import LockstepRunner, follow
-from cluster.mesh import MeshConfig, build_mesh
-from cluster.messages import Step, encode
-from cluster.multihost import Gathering, Invitation, join, leave
-from engine.config import EngineConfig, ModelConfig
-from engine.models.decoder import Decoder
-from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
-from engine.request import SamplingParams
-from engine.runner import StepRunner
-from engine.sharding import param_sharding
+from benchmarks.serving_cost import MODES, SERVED_NAME
+from benchmarks.workload import DEFAULT_MODEL, Load
 
-MODEL = ModelConfig(
-    family="llama",
-    vocab_size=512,
-    hidden_size=128,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=8,
-    head_size=16,
-    intermediate_size=256,
-    max_position_embeddings=256,
-)
-NUM_SLOTS = 8
-_WARM_UP_STEPS = 20
-
-
-class NullRunner:
-    """Computes nothing, at once."""
-
-    def __init__(self) -> None:
-        mesh = SimpleNamespace(shape={}, devices=SimpleNamespace(flat=[]))
-        self.decoder = SimpleNamespace(config=None, attention_kernel="reference", mesh=mesh)
-        self.sizes, self.params, self.compiled_programs = (), dict[str, Any](), dict[str, Any]()
-        self.num_compilations_since_warm_up = 0
-
-    def warm_up(self, progress: object = None) -> dict[str, float]:
-        """Nothing."""
-        return {}
-
-    def dispatch(self, plan: StepPlan) -> StepPlan:
-        """The plan."""
-        return plan
-
-    def fetch(self, plan: StepPlan) -> StepResult:
-        """A token for each row."""
-        return StepResult((), tuple((SampledToken(0, None),) for _ in plan.decode))
-
-
-def make_runner(num_hosts: int, num_devices: int) -> StepRunner:
-    """The model over the devices of all processes, along the model axis."""
-    mesh = build_mesh(MeshConfig((1, num_devices // num_hosts), (1, num_hosts)))
-    decoder = Decoder(MODEL, mesh, "float32", "float32")
-    shardings = {
-        module: {name: param_sharding(f"{module}/{name}", a.shape, mesh) for name, a in arrays.items()}
-        for module, arrays in decoder.abstract_params().items()
-    }
-    params = jax.jit(decoder.init_params, out_shardings=shardings)(jax.random.key(0))
-    config = EngineConfig(num_slots=NUM_SLOTS, max_model_len=128, prefill_buckets=(16,), batch_invariant=True)
-    return StepRunner(decoder, params, config)
-
-
-def decode_plan(position: int) -> StepPlan:
-    """A decode step of every slot."""
-    params = SamplingParams(temperature=0.0)
-    pages = tuple(range(8))
-    rows = (PlanRow(slot, slot, position, 1, (), pages, params, True) for slot in range(NUM_SLOTS))
-    return StepPlan((), 0, tuple(rows), NUM_SLOTS)
-
-
-def step_ms(execute: Callable[[StepPlan], object], num_steps: int) -> float:
-    """The median step, in milliseconds."""
-    times = []
-    for number in range(_WARM_UP_STEPS + num_steps):
-        plan = decode_plan(number % 100)
-        start = time.perf_counter()
-        execute(plan)
-        times.append(time.perf_counter() - start)
-    return 1e3 * median(times[_WARM_UP_STEPS:])
-
-
-def run_host(task: dict[str, Any]) -> None:
-    """One process of a measurement: alone, the leader, or a follower."""
-    num_hosts, num_devices, num_steps = task["num_hosts"], task["num_devices"], task["num_steps"]
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices // num_hosts)
-
-    def runner() -> Any:
-        return make_runner(num_hosts, num_devices) if task["computes"] else NullRunner()
-
-    if "invitation" in task:
-        with join(Invitation.from_json(task["invitation"])) as member:
-            follow(runner(), member)
-        leave()
-    elif num_hosts == 1:
-        alone = runner()
-        alone.warm_up()
-        _say(step_ms=step_ms(alone.execute, num_steps))
-    else:
-        with Gathering(num_hosts, timeouts=Timeouts(start_s=120.0)) as gathering:
-            _say(invitations=[gathering.invitation(rank).to_json() for rank in range(1, num_hosts)])
-            leader = gathering.start()
-            lockstep = LockstepRunner(runner(), leader)
-            lockstep.warm_up()
-            _say(step_ms=step_ms(lockstep.execute, num_steps))
-            lockstep.stop()
-        leave()
-
-
-def measure(num_hosts: int, num_devices: int, num_steps: int, computes: bool = True) -> float:
-    """The median step of a replica in processes of its own, in milliseconds."""
-    task = {"num_hosts": num_hosts, "num_devices": num_devices, "num_steps": num_steps, "computes": computes}
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(_host(task))
-        answer = _next_line(first)
-        for invitation in answer.get("invitations", []):
-            stack.enter_context(_host({**task, "invitation": invitation}))
-        while "step_ms" not in answer:
-            answer = _next_line(first)
-        return float(answer["step_ms"])
-
-
-@contextlib.contextmanager
-def _host(task: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "benchmarks.scale", "--host"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(task) + "\n")
-        process.stdin.flush()
-        try:
-            yield process
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
-def _next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):  # gloo writes lines of its own
-            values: dict[str, Any] = json.loads(line)
-            return values
-    raise RuntimeError("a process of the replica has ended; see above")
-
-
-def _say(**values: object) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
+PARTS = ("lockstep", "serving", "clients")
+_TINY_MODEL = "../shared/data/hf/llama-tiny"
+_TINY_TOKENIZER = "configs/grok1-tiny.model"
+_SPARE_FILES = 256
+_SPARE_QUEUE = 16
 
 
 def main() -> None:
     """The command."""
+    options = _parser().parse_args()
+    if "lockstep" in options.parts:
+        _lockstep(options)
+    if "serving" in options.parts:
+        _serving(options)
+    if "clients" in options.parts:
+        _clients(options)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="processes of a replica (default: 2 4)")
-    parser.add_argument("--devices", type=int, default=8, help="virtual devices of all processes (default: 8)")
-    parser.add_argument("--steps", type=int, default=200, help="decode steps measured (default: 200)")
-    parser.add_argument("--host", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.host:
-        return run_host(json.loads(sys.stdin.readline()))
-    progress("scale: one process ...")
-    alone_ms = measure(1, options.devices, options.steps)
-    for num_hosts in options.hosts:
-        progress(f"scale: {num_hosts} processes ...")
-        replica_ms = measure(num_hosts, options.devices, options.steps)
-        figures = {
-            "num_hosts": num_hosts,
-            "num_devices": options.devices,
-            "one_process_step_ms": alone_ms,
-            "replica_step_ms": replica_ms,
-            "added_ms": replica_ms - alone_ms,
-            "protocol_ms": measure(num_hosts, options.devices, options.steps, computes=False),
-            "command_bytes": len(encode(Step(1, decode_plan(1)))),
-            "load_average": os.getloadavg()[0],
-        }
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
+    add("--hosts", type=int, nargs="+", default=[2, 4], help="lockstep: processes of a replica (default: 2 4)")
+    add("--devices", type=int, default=8, help="lockstep: virtual devices of all processes (default: 8)")
+    add("--steps", type=int, default=200, help="lockstep: decode steps measured (default: 200)")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="serving: ways to the ingress (default: all)")
+    add("--models", nargs="+", default=[_TINY_MODEL, DEFAULT_MODEL], help="serving: model sources (default: two)")
+    add("--repeats", type=int, default=15, help="serving: streams measured of each kind (default: 15)")
+    add("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
+    add("--clients", type=int, default=1000, help="clients: streams held open at once (default: 1000)")
+    add("--slots", type=int, default=64, help="clients: requests that the engine runs at once (default: 64)")
+    add("--hold-s", type=float, default=10.0, help="clients: seconds that all are held (default: 10)")
+    add("--timeout-s", type=float, default=900.0, help="clients: longest life of a stream (default: 900)")
+    add("--tiny-model", default=_TINY_MODEL, help="the model of clients (default: %(default)s)")
+    add("--tiny-tokenizer", default=_TINY_TOKENIZER, help="for models without one (default: %(default)s)")
+    return parser
+
+
+def server_args(model: str, tokenizer: str, num_slots: int, max_queue_len: int) -> dict[str, Any]:
+    """The arguments of an application with this model; GGUF files and packages have a tokenizer of their own."""
+    own = model.endswith(".gguf")
+    return {
+        "model": {"source": model, "served_name": SERVED_NAME, **({} if own else {"tokenizer": tokenizer})},
+        "engine": {
+            "num_slots": num_slots,
+            "max_model_len": 256,
+            "prefill_buckets": [32],
+            "max_queue_len": max_queue_len,
+            "prefix_caching": False,
+            # One decode program instead of one for each number of rows: the start is short.
+            "batch_invariant": num_slots > 1,
+        },
+        "mesh": {"platform": "cpu"},
+    }
+
+
+def _lockstep(options: argparse.Namespace) -> None:
+    from benchmarks import lockstep_cost
+
+    for figures in lockstep_cost.figures(options.hosts, options.devices, options.steps):
         emit("lockstep", figures)
-    return None
+
+
+def _serving(options: argparse.Namespace) -> None:
+    from benchmarks import serving_cost
+
+    load = Load(1, 32, options.max_tokens)
+    for model in options.models:
+        progress(f"serving: {model} ...")
+        args = server_args(model, options.tiny_tokenizer, 1, _SPARE_QUEUE)
+        for figures in serving_cost.figures(args, options.modes, load, options.repeats):
+            emit("serving", {"model": model, **figures})
+
+
+def _clients(options: argparse.Namespace) -> None:
+    from benchmarks.clients import hold_open
+    from benchmarks.http import server
+    from benchmarks.processes import ServerMemory, allow_files
+
+    # A proxy has two connections for each client.
+    allow_files(2 * options.clients + _SPARE_FILES)
+    args = server_args(options.tiny_model, options.tiny_tokenizer, options.slots, options.clients + _SPARE_QUEUE)
+    prompts = Load(options.clients, 16, options.max_tokens).prompts(vocab_size=256)
+    for mode in options.modes:
+        with server(args, MODES[mode]) as url:
+            progress(f"clients: {options.clients} streams, {mode} ...")
+            held = hold_open(
+                url,
+                SERVED_NAME,
+                prompts,
+                options.max_tokens,
+                ServerMemory(),
+                hold_s=options.hold_s,
+                timeout_s=options.timeout_s,
+            )
+            figures = asyncio.run(held)
+        emit("clients", {"mode": mode, **figures, "load_average": os.getloadavg()[0]})
 
 
 if __name__ == "__main__":
