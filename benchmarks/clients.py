@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 import h11
 
-from benchmarks.figures import Figures
 from benchmarks.http import run_load
 from benchmarks.workload import Prompt
 
@@ -260,7 +259,7 @@ async def _watch(memory: Callable[[], Memory], peak: Counter[str]) -> None:
         await asyncio.sleep(_SAMPLE_PERIOD_S)
 
 
-def summary(outcomes: Sequence[Outcome]) -> Figures | dict[str, object]:
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
     """How many clients were answered, ended right and failed (by kind), and how long their answers were."""
     answered = sorted(outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None)
     right = [outcome.num_bytes for outcome in outcomes if outcome.error is None]
