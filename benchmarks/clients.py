@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 from urllib.parse import urlsplit
 
 import h11
@@ -26,6 +27,7 @@ _PIECE_BYTES = 4096
 _SAMPLE_PERIOD_S = 0.5
 _STAGGER_S = 0.002
 _PROBE_TOKENS = 8
+_NUM_PROBES = 5
 
 Memory = Mapping[str, int]
 """Resident bytes of the server's processes, by what they do."""
@@ -211,8 +213,8 @@ async def hold_open(
         await asyncio.sleep(_STAGGER_S)
     await gate.all_came.wait()
     answered_s = time.perf_counter() - began_at
-    meanwhile_s = await _probe_s(url, model, prompts[0])
     await asyncio.sleep(hold_s)
+    meanwhile_s = await _probe_s(url, model, prompts[0])
     num_held, held = gate.num_holding, memory()
     gate.opened.set()
     outcomes = await asyncio.gather(*clients)
@@ -247,9 +249,9 @@ def _body(model: str, prompt: Prompt, max_tokens: int) -> dict[str, object]:
 
 
 async def _probe_s(url: str, model: str, prompt: Prompt) -> float:
-    """The time to first token of a client that reads as fast as it can."""
-    (stream,) = await run_load(url, model, [prompt], _PROBE_TOKENS)
-    return stream.first_at - stream.sent_at
+    """The time to first token of a client that reads as fast as it can: the median of a few in turn."""
+    streams = [(await run_load(url, model, [prompt], _PROBE_TOKENS))[0] for _ in range(_NUM_PROBES)]
+    return median(stream.first_at - stream.sent_at for stream in streams)
 
 
 async def _watch(memory: Callable[[], Memory], peak: Counter[str]) -> None:

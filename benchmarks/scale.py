@@ -39,8 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="serving: ways to the ingress (default: all)")
     add("--models", nargs="+", default=[_TINY_MODEL, DEFAULT_MODEL], help="serving: model sources (default: two)")
     add("--repeats", type=int, default=15, help="serving: streams measured of each kind (default: 15)")
-    add("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
+    add("--serving-tokens", type=int, default=192, help="serving: tokens of each answer (default: 192)")
     add("--clients", type=int, default=1000, help="clients: streams held open at once (default: 1000)")
+    add("--max-tokens", type=int, default=64, help="clients: tokens of each answer (default: 64)")
+    add("--rounds", type=int, default=2, help="clients: times on one server; memory grows in the first (default: 2)")
     add("--slots", type=int, default=64, help="clients: requests that the engine runs at once (default: 64)")
     add("--hold-s", type=float, default=10.0, help="clients: seconds that all are held (default: 10)")
     add("--timeout-s", type=float, default=900.0, help="clients: longest life of a stream (default: 900)")
@@ -77,7 +79,7 @@ def _lockstep(options: argparse.Namespace) -> None:
 def _serving(options: argparse.Namespace) -> None:
     from benchmarks import serving_cost
 
-    load = Load(1, 32, options.max_tokens)
+    load = Load(1, 32, options.serving_tokens)
     for model in options.models:
         progress(f"serving: {model} ...")
         args = server_args(model, options.tiny_tokenizer, 1, _SPARE_QUEUE)
@@ -87,7 +89,6 @@ def _serving(options: argparse.Namespace) -> None:
 
 def _clients(options: argparse.Namespace) -> None:
     from benchmarks.clients import hold_open
-    from benchmarks.http import server
     from benchmarks.processes import ServerMemory, allow_files
 
     # A proxy has two connections for each client.
@@ -95,19 +96,21 @@ def _clients(options: argparse.Namespace) -> None:
     args = server_args(options.tiny_model, options.tiny_tokenizer, options.slots, options.clients + _SPARE_QUEUE)
     prompts = Load(options.clients, 16, options.max_tokens).prompts(vocab_size=256)
     for mode in options.modes:
-        with server(args, MODES[mode]) as url:
-            progress(f"clients: {options.clients} streams, {mode} ...")
-            held = hold_open(
-                url,
-                SERVED_NAME,
-                prompts,
-                options.max_tokens,
-                ServerMemory(),
-                hold_s=options.hold_s,
-                timeout_s=options.timeout_s,
-            )
-            figures = asyncio.run(held)
-        emit("clients", {"mode": mode, **figures, "load_average": os.getloadavg()[0]})
+        with MODES[mode].server(args) as url:
+            memory = ServerMemory()
+            for number in range(options.rounds):
+                progress(f"clients: {options.clients} streams, {mode}, round {number + 1} ...")
+                held = hold_open(
+                    url,
+                    SERVED_NAME,
+                    prompts,
+                    options.max_tokens,
+                    memory,
+                    hold_s=options.hold_s,
+                    timeout_s=options.timeout_s,
+                )
+                figures = asyncio.run(held)
+                emit("clients", {"mode": mode, "round": number + 1, **figures, "load_average": os.getloadavg()[0]})
 
 
 if __name__ == "__main__":

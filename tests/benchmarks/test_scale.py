@@ -3,7 +3,7 @@ import contextlib
 import json
 import re
 import resource
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
 
@@ -233,11 +233,15 @@ def test_what_is_added_is_the_median_over_pairs() -> None:
         "engine_ttft_ms": 20,
         "served_ttft_ms": 60,
         "added_ttft_ms": 6,
+        "added_ttft_best_ms": 5,
         "added_ttft_share": 0.3,
         "engine_tpot_ms": 4,
         "served_tpot_ms": 21,
         "added_tpot_ms": 1,
+        "added_tpot_best_ms": 1,
         "added_tpot_share": 0.25,
+        "added_wall_ms": 8,
+        "added_wall_share": 8 / 28,
     }
     assert figures == pytest.approx(expected)
 
@@ -248,9 +252,20 @@ def test_a_stream_of_one_arrival_has_no_time_per_token() -> None:
         compare(one, one)
 
 
-def test_only_the_direct_mode_moves_the_ingress_to_the_port() -> None:
-    ports = {mode: [name for name, value in make(4321).items() if value == "4321"] for mode, make in MODES.items()}
-    assert ports == {"proxy": [], "direct": ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"], "haproxy": []}
+@pytest.mark.parametrize("mode", MODES)
+def test_clients_use_the_port_that_the_ingress_is_told_of(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = []
+
+    @contextlib.contextmanager
+    def server(args: object, environment: Callable[[int], Mapping[str, str]]) -> Iterator[str]:
+        environments.append(environment(4321))
+        yield "http://127.0.0.1:4321"
+
+    monkeypatch.setattr("benchmarks.serving_cost.server", server)
+    with MODES[mode].server({}) as url:
+        told = environments[0].get("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "4321")
+        assert url == f"http://127.0.0.1:{told}"
+    assert (told == "4322") == (mode == "direct")
 
 
 def test_the_server_has_room_for_all_clients() -> None:
