@@ -122,7 +122,7 @@ def test_a_model_that_is_not_there_exits_with_2(capsys):
 def test_arguments_are_weights_cache_last_tokens_and_the_batch():
     shape = BatchShape(num_shards=2, rows_per_shard=3, num_tokens=5, num_columns=8, num_slots=6)
     # A row: 10 integers, 8 pages, 3 floats, 5 tokens.
-    assert argument_bytes(shape, 1000, 7, 16) == 1000 + 3 * 8 * 16 * 7 + 4 * (6 + 3 * (10 + 8 + 3 + 5))
+    assert argument_bytes(shape, 1000, 7, 16) == 1000 + 3 * 8 * 16 * 7 + 4 * (6 + 3 * (14 + 16 + 8 + 3 + 5))
 
 
 def test_extrapolation_is_on_the_line_through_two_depths():

@@ -69,7 +69,8 @@ def test_kv_heads_are_repeated_until_the_model_axis_divides_them(num_kv_heads, m
         ({"num_slots": 3}, "3 slots cannot be divided over a data axis of 2"),
         ({"max_model_len": 512}, "max_model_len is 512; the model was trained for 256"),
         ({"page_size": 24}, "page_size is 24; it must divide 128"),
-        ({"prefill_buckets": (8, 16)}, r"prefill_buckets \[8\] are no multiples of the page size 16"),
+        ({"prefill_buckets": (12, 16)}, r"prefill_buckets \[12\] are no multiples of the page size 16"),
+        ({"prefill_buckets": (4, 8)}, r"prefill_buckets \[8\] are no multiples of the page size 16; smaller ones may"),
     ],
 )
 def test_an_engine_config_that_does_not_fit_is_refused(changes, message):
