@@ -38,9 +38,15 @@ class Mode:
             yield f"{address}:{int(port) + self.ports_beyond}"
 
     def _environment(self, port: int) -> Mapping[str, str]:
-        own = str(port + self.ports_beyond)
-        ports = {f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT": own for end in ("MIN", "MAX")}
-        return {**self.switches, **(ports if self.ports_beyond else {})}
+        if not self.ports_beyond:
+            return self.switches
+        own = port + self.ports_beyond
+        # The range is half open, and leaves the ingress no choice.
+        ports = {"MIN": own, "MAX": own + 1}
+        return {
+            **self.switches,
+            **{f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT": str(number) for end, number in ports.items()},
+        }
 
 
 _SHORT_END = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}

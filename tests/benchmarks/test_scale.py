@@ -266,6 +266,7 @@ def test_clients_use_the_port_that_the_ingress_is_told_of(mode: str, monkeypatch
         told = environments[0].get("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "4321")
         assert url == f"http://127.0.0.1:{told}"
     assert (told == "4322") == (mode == "direct")
+    assert int(environments[0].get("RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT", "4322")) == int(told) + 1
 
 
 def test_the_server_has_room_for_all_clients() -> None:
