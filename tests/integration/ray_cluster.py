@@ -1,5 +1,6 @@
 """A Ray cluster of one node for a test: its own ports and temporary directory, ended by its own handle."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -59,7 +60,7 @@ class RayCluster:
         # Ray puts sockets there, whose paths have to be short.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="ray"))
         self._log = self._temp_dir / "start.log"
-        command = [
+        self._command = [
             str(BIN / "ray"),
             "start",
             "--head",
@@ -85,18 +86,37 @@ class RayCluster:
             "RAY_AUTH_TOKEN": self._token,
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
         }
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
             )
 
     def __enter__(self) -> "RayCluster":
         try:
-            until(lambda: self._ask("/api/version").status_code == 200, self.logs)
+            until(self._is_up, self.logs, 2 * LIMIT_S)
         except BaseException:
             self.stop()
             raise
         return self
+
+    def _is_up(self) -> bool:
+        if self.process.poll() is not None:
+            # Ray gives its own start half a minute, which may be too little on a busy machine.
+            self._end_all()
+            self.process = self._start()
+        return self._ask("/api/version").status_code == 200
+
+    def _end_all(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -107,7 +127,7 @@ class RayCluster:
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self._end_all()
             self.process.wait()
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
