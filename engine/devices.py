@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from engine.errors import ConfigError
 
@@ -22,6 +22,18 @@ def provide_cpu_devices(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
         raise ConfigError(f"the CPU cannot stand for {num_devices} devices any more: {error}") from None
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
+    """What XLA must be told for programs of this mesh.
+
+    On CPUs of several processes collectives find each other by their order alone. The scheduler that lets independent
+    ones run side by side may start them in another order in each process, which gloo ends the process for.
+    """
+    devices = mesh.devices.flat
+    if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
+        return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    return {}
 
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from engine.attention import Group
+from engine.devices import compiler_options
 from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, copy_pages
 from engine.models.decoder import Decoder, Params
 from engine.packing import BatchShape, PackedCopies, PackedRows, pack_rows, unpack
@@ -233,7 +234,11 @@ def compile_mixed(
             return mixed_step(decoder, params, state, packed, max_blocks)
 
     shardings = (jax.tree.map(lambda a: a.sharding, state), everywhere, None)
-    return jax.jit(step, donate_argnums=1, out_shardings=shardings).lower(params, state, packed).compile()
+    return (
+        jax.jit(step, donate_argnums=1, out_shardings=shardings)
+        .lower(params, state, packed)
+        .compile(compiler_options(decoder.mesh))
+    )
 
 
 def compile_step(
@@ -270,7 +275,7 @@ def compile_step(
         donate_argnums=1,
         out_shardings=(state_sharding, everywhere, everywhere if all_logits else None),
     )
-    return jitted.lower(params, state, packed).compile()
+    return jitted.lower(params, state, packed).compile(compiler_options(decoder.mesh))
 
 
 def compile_copies(mesh: Mesh, state: DeviceState, copies: PackedCopies) -> jax.stages.Compiled:

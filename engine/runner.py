@@ -215,9 +215,12 @@ class StepRunner:
             self._programs[program] = compiled
         packed = tuple(self._put(*each) for each in zip((chunks, rows), shapes, strict=True))
         self._state, output, _ = compiled(self.params, self._state, packed)
-        if self._wait_each_step:
-            jax.block_until_ready(output)
+        self._wait(output)
         return output
+
+    def _wait(self, *results: object) -> None:
+        if self._wait_each_step:
+            jax.block_until_ready((self._state, results))
 
     def _shape(self, rows_per_shard: int, num_tokens: int) -> BatchShape:
         s = self.sizes
@@ -238,8 +241,7 @@ class StepRunner:
             )
             self._programs[program] = compiled
         self._state, output, logits = compiled(self.params, self._state, self._put(rows, shape))
-        if self._wait_each_step:
-            jax.block_until_ready(output)
+        self._wait(output, logits)
         return output, logits
 
     def _put_copies(self, copies: Sequence[PageCopy]) -> PackedCopies:

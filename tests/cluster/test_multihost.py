@@ -177,7 +177,9 @@ def replica_outcomes(request, tmp_path_factory):
         pytest.skip("the reference data is not beside the checkout")
     out = tmp_path_factory.mktemp("outcomes")
     num_hosts, cases = request.param, CASES[request.param]
-    with Replica(num_hosts, "cases", [case.name for case in cases], out=str(out)) as replica:
+    # Where other tests take the processors, a host may be silent for long.
+    patient = {"silence_s": 120.0}
+    with Replica(num_hosts, "cases", [case.name for case in cases], out=str(out), timeouts=patient) as replica:
         started = replica.leader.next_line()
         assert sorted(started["started"]) == [str(rank) for rank in range(1, num_hosts)]
         assert started["num_devices"] == [8 // num_hosts, 8]
