@@ -50,10 +50,9 @@ class Stream:
             self._error = error
             self.begun.set()
 
-    @property
-    def running(self) -> bool:
-        """Whether it has not ended."""
-        return self._thread.is_alive()
+    def tokens_if_ended(self) -> int | None:
+        """Its tokens, or None while it runs. Raises what went wrong."""
+        return None if self._thread.is_alive() else self.result()
 
     def result(self) -> int:
         """Its tokens, once it has ended. Raises what went wrong."""

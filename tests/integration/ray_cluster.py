@@ -135,13 +135,16 @@ class RayCluster:
         """`serve deploy` of a file with this application."""
         path = self._temp_dir / "app.yaml"
         path.write_text(yaml.safe_dump({"http_options": {"port": self.http_port}, "applications": [application]}))
-        subprocess.run(
+        done = subprocess.run(
             [BIN / "serve", "deploy", path, "--address", self._dashboard],
-            check=True,
-            capture_output=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             cwd=ROOT,
             env=self._environment,
         )
+        assert done.returncode == 0, done.stdout
 
     def _ask(self, path: str) -> httpx.Response:
         return httpx.get(self._dashboard + path, headers={"authorization": f"Bearer {self._token}"}, timeout=30)
