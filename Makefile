@@ -29,7 +29,8 @@ serve: setup ## Serves CONFIG (configs/app.yaml: the default model on 127.0.0.1:
 	$(BIN)/python -m serve_app $(CONFIG)
 
 test: setup ## Runs the whole test suite (PYTEST_ARGS: for pytest)
-	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile -m "not alone" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS)
 
 lint: setup ## Checks style and types
 	$(BIN)/ruff check .
@@ -48,6 +49,8 @@ bench: setup ## Measures machine, engine and server; JSON lines (about ten minut
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.http
 	$(BIN)/python -m benchmarks.invariance
+	$(BIN)/python -m benchmarks.scheduling
+	$(BIN)/python -m benchmarks.rtc
 
 # The CUDA lock is held to the versions of the first.
 UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \

@@ -7,7 +7,7 @@ place; logits stay on the device.
 Letters: B rows (sequences), T tokens of each, C pages of a page table row, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from engine.sharding import DATA
 
 AbstractParams = dict[str, dict[str, jax.ShapeDtypeStruct]]
 """Shape, dtype and sharding of every parameter, to compile without any."""
+
+
+T = TypeVar("T")
 
 
 class DeviceState(NamedTuple):
@@ -51,7 +54,7 @@ def prefill_step(
     `max_blocks` bounds the context to that many blocks of `BLOCK_LEN` positions at compile time; None: as many as the
     longest row needs, decided at run time. `all_logits` returns the logits of every token, too.
     """
-    rows, tokens = unpack(packed)
+    rows, tokens = _apart(decoder, unpack(packed))
     column, (batch, num_tokens) = rows.column, tokens.shape
     positions = column["position"][:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     layout = BatchLayout(rows.page_table, positions, column["num_tokens"], rows.windows(positions))
@@ -61,7 +64,9 @@ def prefill_step(
     last = jnp.maximum(column["num_tokens"] - 1, 0)
     by_row = hidden.reshape(-1, batch, num_tokens)
     last_hidden = jnp.take_along_axis(by_row, last[None, :, None], axis=2)[:, :, 0]
-    sampled = sample(decoder.logits(params, last_hidden), rows.sampling(end, column["wants_logprobs"] > 0))
+    sampled = sample(
+        _apart(decoder, decoder.logits(params, last_hidden)), rows.sampling(end, column["wants_logprobs"] > 0)
+    )
     logits = decoder.logits(params, hidden) if all_logits else None
     output = StepOutput(jax.tree.map(lambda a: a[None], sampled), jnp.ones(batch, jnp.int32))
     return DeviceState(cache, _keep_last(state, column, sampled.tokens)), output, logits
@@ -82,7 +87,7 @@ def decode_steps(
     one program serves any number of steps, and its compilation does not depend on it. `all_logits` (with one step)
     returns the logits, too. `max_blocks`: as in `prefill_step`.
     """
-    rows, tokens = unpack(packed)
+    rows, tokens = _apart(decoder, unpack(packed))
     column, batch = rows.column, tokens.shape[0]
     on_device = state.last_tokens.at[column["slot"]].get(mode="clip")
     first = jnp.where(column["token_on_device"] > 0, on_device, tokens[:, 0])
@@ -94,7 +99,7 @@ def decode_steps(
         end = carry.position + 1
         num_blocks = _num_blocks(jnp.where(active, end, 0)) if max_blocks is None else max_blocks
         hidden, cache = decoder.hidden(params, carry.cache, carry.tokens[:, None], layout, num_blocks)
-        logits = decoder.logits(params, hidden)
+        logits = _apart(decoder, decoder.logits(params, hidden))
         sampled = sample(logits, rows.sampling(end, active & (column["wants_logprobs"] > 0)))
         goes_on = active & ~rows.ends(sampled.tokens, decoder.config.eos_token_ids)
         after = _Decode(
@@ -138,6 +143,15 @@ class _Decode(NamedTuple):
     num_sampled: Int[Array, " B"]
 
 
+def _apart(decoder: Decoder, tree: T) -> T:
+    """The arrays on every device, where processes of CPUs find each other's collectives by their order alone: sampling
+    then needs none, whose order could differ from process to process."""
+    if not compiler_options(decoder.mesh):
+        return tree
+    everywhere = NamedSharding(decoder.mesh, P())
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, everywhere), tree)
+
+
 def _num_blocks(end: Int[Array, " B"]) -> Int[Array, ""]:
     return (jnp.max(end) + BLOCK_LEN - 1) // BLOCK_LEN
 
@@ -162,7 +176,7 @@ def mixed_step(
 
     `max_blocks`: as in `prefill_step`.
     """
-    (chunk, chunk_tokens), (rows, given) = map(unpack, packed)
+    (chunk, chunk_tokens), (rows, given) = (_apart(decoder, unpack(each)) for each in packed)
     on_device = state.last_tokens.at[rows.column["slot"]].get(mode="clip")
     tokens = jnp.where(rows.column["token_on_device"] > 0, on_device, given[:, 0])[:, None]
     steps = jnp.arange(chunk_tokens.shape[1], dtype=jnp.int32)[None]
@@ -186,7 +200,7 @@ def mixed_step(
         lambda *a: _by_shard(decoder, *a),
         *(r.sampling(end, r.column["wants_logprobs"] > 0) for r, end in zip((chunk, rows), ends, strict=True)),
     )
-    sampled = sample(decoder.logits(params, both), sampling)
+    sampled = sample(_apart(decoder, decoder.logits(params, both)), sampling)
     parts = [_of_shards(decoder, sampled, which, num_chunks, tokens.shape[0]) for which in (0, 1)]
     outputs = [
         StepOutput(jax.tree.map(lambda a: a[None], part), jnp.ones(part.tokens.shape[0], jnp.int32)) for part in parts

@@ -191,6 +191,7 @@ def replica_outcomes(request, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("index", range(4), ids=["dense, 1x8", "dense, 2x4", "grok, 1x8", "grok, 2x4"])
 def test_a_replica_over_hosts_computes_what_one_process_does(replica_outcomes, index):
     """Prefill, chunked prefill and decode over scattered pages; requests batched by the engine, greedy and sampled."""
@@ -224,6 +225,7 @@ def stepping():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_follower_that_is_killed_ends_the_replica_with_its_name(stepping, record_property):
     follower = stepping.hosts[1]
     follower.process.send_signal(signal.SIGKILL)
@@ -236,6 +238,7 @@ def test_a_follower_that_is_killed_ends_the_replica_with_its_name(stepping, reco
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_follower_that_stops_running_ends_the_replica_with_its_name(stepping, record_property):
     follower = stepping.hosts[1]
     follower.process.send_signal(signal.SIGSTOP)
@@ -253,6 +256,7 @@ def test_a_follower_that_stops_running_ends_the_replica_with_its_name(stepping, 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_leader_that_is_killed_ends_its_followers(stepping, record_property):
     stepping.leader.process.send_signal(signal.SIGKILL)
     status, seconds = seconds_to_end(stepping.hosts[1])
@@ -263,6 +267,7 @@ def test_a_leader_that_is_killed_ends_its_followers(stepping, record_property):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_follower_that_is_lost_while_nothing_runs_is_noticed_too():
     with Replica(2, "idle", timeouts={"silence_s": SILENCE_S}) as replica:
         assert "started" in replica.leader.next_line()
@@ -274,6 +279,7 @@ def test_a_follower_that_is_lost_while_nothing_runs_is_noticed_too():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_process_that_never_starts_is_named_and_the_others_end():
     with Replica(3, "idle", absent=[2], timeouts={"start_s": 8.0}) as replica:
         assert replica.leader.wait() != 0

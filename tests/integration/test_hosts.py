@@ -20,7 +20,7 @@ from serve_app.config import load_file
 from serve_app.text.base import Tokenizer
 from serve_app.text_builder import load_model_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / ".." / "shared" / "data" / "grok1" / "tiny"

@@ -17,7 +17,7 @@ from tests.integration.machines import Machine, Room, what_is_missing
 from tests.integration.ray_cluster import BIN, ROOT, until
 from tests.tiny_tokenizer import TINY_TOKENIZER
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 LAUNCH = ROOT / "cluster" / "launch" / "onprem.yaml"
 MODEL = CONFIG | {"layers": 1, "vocab": 512, "seq": 256}

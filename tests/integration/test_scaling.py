@@ -13,7 +13,7 @@ from tests.integration.load import Load, Stream, stream
 from tests.integration.ray_cluster import RayCluster, until
 from tests.tiny_tokenizer import TINY_TOKENIZER
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 MODEL = CONFIG | {"layers": 1, "vocab": 512, "seq": 4096}
 LONG = 4000
