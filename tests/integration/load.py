@@ -2,11 +2,21 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import httpx
+
+
+def _server_sent_events(answer: httpx.Response) -> Iterator[str]:
+    """The data of each. Not by lines, which for httpx end at characters, too, that a random model may well say."""
+    rest = b""
+    for piece in answer.iter_bytes():
+        *events, rest = (rest + piece).split(b"\n\n")
+        yield from (event.removeprefix(b"data: ").decode() for event in events)
+    if rest:
+        yield rest.decode()
 
 
 def stream(url: str, on_event: Callable[[], None] | None = None, **body: object) -> int:
@@ -20,11 +30,10 @@ def stream(url: str, on_event: Callable[[], None] | None = None, **body: object)
     with httpx.stream("POST", url + "/v1/completions", json=request, timeout=300) as answer:
         if answer.status_code != 200:
             raise AssertionError(f"{answer.status_code}: {answer.read().decode()}")
-        for line in answer.iter_lines():
-            if line:
-                events.append(line.removeprefix("data: "))
-                if on_event is not None:
-                    on_event()
+        for event in _server_sent_events(answer):
+            events.append(event)
+            if on_event is not None:
+                on_event()
     assert events[-1:] == ["[DONE]"], f"broken off after {events[-1:]}"
     parsed = [json.loads(event) for event in events[:-1]]
     assert not any("error" in event for event in parsed), parsed[-1]
