@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).parents[1]
@@ -29,3 +30,18 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The shapes and dtypes in the signatures of the device side are checked on every call.
 install_import_hook(CHECKED, "beartype.beartype")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test` runs the tests marked `alone` after the others. An option, so that -m stays the caller's."""
+    parser.addoption("--alone", choices=("none", "only"), help="without the tests marked `alone`, or only those")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what `--alone` says."""
+    which = config.getoption("--alone")
+    if which is None:
+        return
+    kept = [item for item in items if (item.get_closest_marker("alone") is not None) == (which == "only")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept

@@ -13,9 +13,9 @@ from engine.models.decoder import Decoder
 from engine.sharding import make_mesh
 
 TRACES = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces"
-CONTEXT = 512
+CONTEXT = 1024
 CONFIG = EngineConfig(
-    num_slots=6, prefill_buckets=(16, 64, 256), max_model_len=CONTEXT, num_pages=120, max_queue_len=80
+    num_slots=6, prefill_buckets=(16, 64, 256), max_model_len=CONTEXT, num_pages=240, max_queue_len=80
 )
 STEP_S = 0.1
 
@@ -57,7 +57,7 @@ class StepClock:
 def test_a_replay_loses_nothing_and_wastes_little(engine: Engine, name: str) -> None:
     if not TRACES.is_dir():
         pytest.skip("the reference data is not beside the checkout")
-    arrivals = read_trace(TRACES / name, 70, 0.25, CONTEXT)
+    arrivals = read_trace(TRACES / name, 70, 0.5, CONTEXT)
     fresh = Engine(engine.runner, replace(CONFIG, prefix_caching=False))
     compiled = fresh.stats().num_compilations_since_warm_up
     clock = StepClock(fresh)

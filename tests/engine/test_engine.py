@@ -236,12 +236,12 @@ def test_an_aborted_request_holds_nothing_and_hears_of_its_end(engine, num_steps
 def test_stats_count_what_was_computed(engine):
     engine.scheduler.forget_cached()
     before = engine.stats()
-    run(engine, [Request("a", prompt(5), GREEDY), Request("b", prompt(40), GREEDY)])
+    run(engine, [Request("a", prompt(5), GREEDY), Request("b", prompt(39), GREEDY)])
     after = engine.stats()
-    assert after.num_prompt_tokens - before.num_prompt_tokens == 45
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 44
     assert after.num_cached_tokens == before.num_cached_tokens
-    # 5 tokens in a bucket of 16; 32 in one of 32, then 8 in one of 16.
-    assert after.num_padding_tokens - before.num_padding_tokens == 11 + 0 + 8
+    # 5 tokens in a bucket of 8; 32 in one of 32, then 7 in one of 8.
+    assert after.num_padding_tokens - before.num_padding_tokens == 3 + 0 + 1
     assert after.num_generated_tokens - before.num_generated_tokens == 16
     assert after.num_slots == 4
 
