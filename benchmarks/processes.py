@@ -4,9 +4,7 @@ import os
 import resource
 from collections.abc import Sequence
 
-import ray  # noqa: F401  (puts the psutil that Ray carries within reach of the next import)
-
-import psutil  # isort: skip
+import psutil
 
 ROLES = {"ProxyActor": "proxy", "HAProxyManager": "proxy", ":Ingress": "ingress", ":Replica": "replica"}
 """What a process does, by what stands in the title that Ray gives it."""

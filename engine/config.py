@@ -211,8 +211,9 @@ class EngineConfig:
             raise ConfigError(
                 f"prefill_buckets is {list(self.prefill_buckets)}; expected ascending lengths, at least one"
             )
-        if self.prefill_buckets[0] < 1:
-            raise ConfigError(f"prefill_buckets starts with {self.prefill_buckets[0]}; expected at least 1")
+        if self.prefill_buckets[0] < 2:
+            # One token of each row is a decode program.
+            raise ConfigError(f"prefill_buckets starts with {self.prefill_buckets[0]}; expected at least 2")
         if self.context_bucket_min < 1:
             raise ConfigError(f"context_bucket_min is {self.context_bucket_min}; expected at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:

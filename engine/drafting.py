@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.plan import PlanRow, StepPlan, StepResult
-from engine.scheduler import DraftRequest
+from engine.plan import DraftRequest, PlanRow, StepPlan, StepResult
 
 Drafts = dict[int, tuple[int, ...]]
 """Guessed tokens by sequence id."""

@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.models.decoder import Decoder, Params
 from engine.plan import StepPlan
 from engine.request import EngineStats, Request, RequestOutput
-from engine.runner import Progress, StepHandle, StepRunner
+from engine.runner import Progress, Runner, StepHandle, StepRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.scoring import Scorer
 
@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: StepRunner,
+        runner: Runner,
         config: EngineConfig,
         drafter: Drafter | None = None,
         scorer: Scorer | None = None,
@@ -199,14 +199,14 @@ def build_engine(
     return Engine(runner, config, drafter, scorer)
 
 
-def _scorer(decoder: Decoder, params: Params, runner: StepRunner, config: EngineConfig) -> Scorer:
+def _scorer(decoder: Decoder, params: Params, runner: Runner, config: EngineConfig) -> Scorer:
     _check_vocabulary("scoring", decoder, runner)
     if any(device.process_index != jax.process_index() for device in decoder.mesh.devices.flat):
         raise ConfigError("a scoring model is given, and the mesh spans several processes; scores need a mesh of one")
     return Scorer(decoder, params, runner.sizes.max_model_len, config.activation_dtype)
 
 
-def _model_drafter(decoder: Decoder, params: Params, runner: StepRunner, config: EngineConfig) -> ModelDrafter:
+def _model_drafter(decoder: Decoder, params: Params, runner: Runner, config: EngineConfig) -> ModelDrafter:
     sizes = runner.sizes
     if not config.num_draft_tokens:
         raise ConfigError("a draft model is given and num_draft_tokens is 0; expected at least 1")
@@ -217,7 +217,7 @@ def _model_drafter(decoder: Decoder, params: Params, runner: StepRunner, config:
     return ModelDrafter(draft, draft.sizes.decode_row_buckets, sizes.num_shards, sizes.num_slots // sizes.num_shards)
 
 
-def _check_vocabulary(kind: str, decoder: Decoder, runner: StepRunner) -> None:
+def _check_vocabulary(kind: str, decoder: Decoder, runner: Runner) -> None:
     vocab_size = runner.decoder.config.vocab_size
     if decoder.config.vocab_size != vocab_size:
         raise ConfigError(

@@ -7,7 +7,9 @@ place; logits stay on the device.
 Letters: B rows (sequences), T tokens of each, C pages of a page table row, V vocabulary.
 """
 
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -230,31 +232,6 @@ def _of_shards(decoder: Decoder, sampled: Sampled, which: int, num_first: int, n
     return jax.tree.map(part, sampled)
 
 
-def compile_mixed(
-    decoder: Decoder,
-    params: Params | AbstractParams,
-    state: DeviceState,
-    shapes: tuple[BatchShape, BatchShape],
-    max_blocks: int | None,
-) -> jax.stages.Compiled:
-    """Compiles `mixed_step` for a batch of chunks and one of decode rows; otherwise as `compile_step`."""
-    by_row = NamedSharding(decoder.mesh, P(DATA, None))
-    everywhere = NamedSharding(decoder.mesh, P())
-    empty = tuple(pack_rows((), shape) for shape in shapes)
-    packed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_row), empty)
-
-    def step(params: Params, state: DeviceState, packed: tuple[PackedRows, PackedRows]) -> tuple:
-        with jax.default_matmul_precision("float32"):
-            return mixed_step(decoder, params, state, packed, max_blocks)
-
-    shardings = (jax.tree.map(lambda a: a.sharding, state), everywhere, None)
-    return (
-        jax.jit(step, donate_argnums=1, out_shardings=shardings)
-        .lower(params, state, packed)
-        .compile(compiler_options(decoder.mesh))
-    )
-
-
 def compile_step(
     decoder: Decoder,
     params: Params | AbstractParams,
@@ -271,25 +248,49 @@ def compile_step(
     `params` and `state` may be arrays or `jax.ShapeDtypeStruct` with shardings. Products of float32 arrays are computed
     in float32 on every backend (a GPU's default rounds the factors to 10 bits).
     """
-    mesh = decoder.mesh
-    by_row = NamedSharding(mesh, P(DATA, None))
-    everywhere = NamedSharding(mesh, P())
-    empty = pack_rows((), shape)
-    packed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_row), empty)
-    state_sharding = jax.tree.map(lambda a: a.sharding, state)
 
     def step(params: Params, state: DeviceState, packed: PackedRows) -> tuple:
-        with jax.default_matmul_precision("float32"):
-            if shape.num_tokens > 1:
-                return prefill_step(decoder, params, state, packed, max_blocks, all_logits)
-            return decode_steps(decoder, params, state, packed, max_blocks, max_steps, all_logits)
+        if shape.num_tokens > 1:
+            return prefill_step(decoder, params, state, packed, max_blocks, all_logits)
+        return decode_steps(decoder, params, state, packed, max_blocks, max_steps, all_logits)
 
-    jitted = jax.jit(
-        step,
-        donate_argnums=1,
-        out_shardings=(state_sharding, everywhere, everywhere if all_logits else None),
-    )
-    return jitted.lower(params, state, packed).compile(compiler_options(decoder.mesh))
+    return _compile(decoder.mesh, step, params, state, pack_rows((), shape), all_logits)
+
+
+def compile_mixed(
+    decoder: Decoder,
+    params: Params | AbstractParams,
+    state: DeviceState,
+    shapes: tuple[BatchShape, BatchShape],
+    max_blocks: int | None,
+) -> jax.stages.Compiled:
+    """Compiles `mixed_step` for a batch of chunks and one of decode rows; otherwise as `compile_step`."""
+
+    def step(params: Params, state: DeviceState, packed: tuple[PackedRows, PackedRows]) -> tuple:
+        return mixed_step(decoder, params, state, packed, max_blocks)
+
+    return _compile(decoder.mesh, step, params, state, tuple(pack_rows((), shape) for shape in shapes), False)
+
+
+def _compile(
+    mesh: Mesh,
+    step: Callable[..., tuple],
+    params: Params | AbstractParams,
+    state: DeviceState,
+    empty: Any,
+    all_logits: bool,
+) -> jax.stages.Compiled:
+    """Compiles `step` for batches packed as `empty`; its outputs are on every device."""
+    by_row, everywhere = (NamedSharding(mesh, spec) for spec in (P(DATA, None), P()))
+    packed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_row), empty)
+    shardings = jax.tree.map(lambda a: a.sharding, state), everywhere, everywhere if all_logits else None
+
+    @partial(jax.jit, donate_argnums=1, out_shardings=shardings)
+    def step_program(params: Params, state: DeviceState, packed: Any) -> tuple:
+        with jax.default_matmul_precision("float32"):
+            return step(params, state, packed)
+
+    return step_program.lower(params, state, packed).compile(compiler_options(mesh))
 
 
 def compile_copies(mesh: Mesh, state: DeviceState, copies: PackedCopies) -> jax.stages.Compiled:

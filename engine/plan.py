@@ -81,3 +81,21 @@ class StepResult:
 
     prefill: tuple[tuple[SampledToken, ...], ...]
     decode: tuple[tuple[SampledToken, ...], ...]
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A request for which tokens may be guessed ahead."""
+
+    sequence_id: int
+    slot: int
+    token_ids: list[int]
+    """All its tokens; not to be changed."""
+    num_prompt_tokens: int
+    page_ids: tuple[int, ...]
+    """Pages of all its tokens and of `num_tokens` more."""
+    params: SamplingParams
+    window: int | None
+    adaptive_window: AdaptiveWindow | None
+    num_tokens: int
+    """The most tokens worth guessing."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from engine.packing import BatchShape, PackedCopies, pack_rows, row_indices
 from engine.plan import PageCopy, PlanRow, SampledToken, StepPlan, StepResult
 from engine.request import TokenLogprobs
 from engine.sharding import DATA
-from engine.sizes import derive_sizes
+from engine.sizes import RunnerSizes, derive_sizes
 
 
 class CompilationCounter:
@@ -86,6 +87,29 @@ class _Program:
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what comes next)."""
+
+
+class Runner(Protocol):
+    """What an engine asks of whatever runs its steps: a `StepRunner`, or one on several hosts."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def params(self) -> Params: ...
+    @property
+    def sizes(self) -> RunnerSizes: ...
+    @property
+    def compilations(self) -> CompilationCounter: ...
+    @property
+    def compiled_programs(self) -> dict[str, jax.stages.Compiled]: ...
+    @property
+    def num_compilations_since_warm_up(self) -> int: ...
+    def memory_bytes(self) -> dict[str, int]: ...
+    def warm_up(self, progress: Progress | None = None) -> dict[str, float]: ...
+    def dispatch(self, plan: StepPlan) -> Any: ...
+    def fetch(self, handle: Any) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult: ...
+    def all_logits(self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int) -> np.ndarray: ...
 
 
 class StepRunner:

@@ -8,34 +8,15 @@ have a token that is sampled but not seen yet.
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from engine.admission import check_pages, check_queue, check_request
 from engine.errors import InvalidRequestError
-from engine.plan import PlanRow, SampledToken, StepPlan, StepResult
-from engine.request import AdaptiveWindow, FinishReason, Request, RequestOutput, SamplingParams
+from engine.plan import DraftRequest, PlanRow, SampledToken, StepPlan, StepResult
+from engine.request import FinishReason, Request, RequestOutput
 from engine.sequence import SchedulerLimits, Sequence
 from engine.shard_cache import ShardCache
 from engine.step_builder import StepBuilder
 from engine.waiting_queue import WaitingQueue
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """A request for which tokens may be guessed ahead."""
-
-    sequence_id: int
-    slot: int
-    token_ids: list[int]
-    """All its tokens; not to be changed."""
-    num_prompt_tokens: int
-    page_ids: tuple[int, ...]
-    """Pages of all its tokens and of `num_tokens` more."""
-    params: SamplingParams
-    window: int | None
-    adaptive_window: AdaptiveWindow | None
-    num_tokens: int
-    """The most tokens worth guessing."""
 
 
 class Scheduler:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from engine.plan import PlanRow
 from engine.request import SamplingParams
-from engine.runner import StepRunner
+from engine.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Running:
         return PlanRow(self.slot, self.slot, start, num_tokens, tokens, pages, SamplingParams(temperature=0), False)
 
 
-def forced_logits(runner: StepRunner, sequences: Sequence[ForcedSequence]) -> list[Float[np.ndarray, "T+N V"]]:
+def forced_logits(runner: Runner, sequences: Sequence[ForcedSequence]) -> list[Float[np.ndarray, "T+N V"]]:
     """The float32 logits after each token of each sequence, which may be as many as the runner has slots."""
     assert len(sequences) <= runner.sizes.num_slots, f"{len(sequences)} sequences, {runner.sizes.num_slots} slots"
     running = [_place(runner, index, sequence) for index, sequence in enumerate(sequences)]
@@ -65,7 +65,7 @@ def forced_logits(runner: StepRunner, sequences: Sequence[ForcedSequence]) -> li
     return [np.concatenate(s.logits) for s in running]
 
 
-def _place(runner: StepRunner, index: int, sequence: ForcedSequence) -> _Running:
+def _place(runner: Runner, index: int, sequence: ForcedSequence) -> _Running:
     """Sequences go round the data shards. The pages of a shard's slots are interleaved, so that no sequence's pages lie
     together."""
     sizes = runner.sizes
@@ -75,7 +75,7 @@ def _place(runner: StepRunner, index: int, sequence: ForcedSequence) -> _Running
     return _Running(sequence, shard * per_shard + local, shard, pages)
 
 
-def _prefill(runner: StepRunner, sequences: Sequence[_Running]) -> None:
+def _prefill(runner: Runner, sequences: Sequence[_Running]) -> None:
     """Computes the prompts of at most one sequence of each data shard."""
     buckets = runner.sizes.prefill_buckets
     while left := [s for s in sequences if s.num_prompt_tokens_left]:
@@ -83,7 +83,7 @@ def _prefill(runner: StepRunner, sequences: Sequence[_Running]) -> None:
         _compute(runner, left, 1, next((b for b in buckets if b >= longest), buckets[-1]))
 
 
-def _compute(runner: StepRunner, sequences: Sequence[_Running], rows_per_shard: int, num_tokens: int) -> None:
+def _compute(runner: Runner, sequences: Sequence[_Running], rows_per_shard: int, num_tokens: int) -> None:
     counts = [min(num_tokens, s.num_prompt_tokens_left or 1) for s in sequences]
     rows = [s.row(count, runner.sizes.page_size) for s, count in zip(sequences, counts, strict=True)]
     logits = runner.all_logits(rows, rows_per_shard, num_tokens)

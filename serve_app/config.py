@@ -91,7 +91,9 @@ class EngineSection(StrictModel):
     num_slots: Positive = Field(default=8, description="Requests that run at once.")
     max_model_len: int | None = Field(default=None, ge=2, description="Context length in tokens. Default: the model's.")
     prefill_buckets: Lengths = Field(
-        default=(8, 32, 128, 512), min_length=1, description="Padded prompt-chunk lengths, ascending; one program each."
+        default=(8, 32, 128, 512),
+        min_length=1,
+        description="Padded prompt-chunk lengths, ascending from 2 or more; one program each.",
     )
     context_bucket_min: Positive = Field(
         default=256, description="Smallest context bucket of attention on an accelerator; they double from it."

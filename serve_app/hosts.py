@@ -4,7 +4,6 @@ import hashlib
 import json
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import ray
 
@@ -52,8 +51,7 @@ def build_engine(config: AppConfig) -> tuple[EngineProtocol, Tokenizer]:
         _choose_platform(config)
         leader = gathering.start()
         say(f"hosts of the replica: this one, {', '.join(leader.names.values())}")
-        # It has a runner's interface, and an engine asks for no more.
-        runner = cast(StepRunner, LockstepRunner(_load_runner(config), leader))
+        runner = LockstepRunner(_load_runner(config), leader)
         return Engine(runner, config.engine.to_engine_config()), tokenizer
 
 

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import PageCopy, PlanRow, SampledToken, StepPlan, StepResult
+from engine.plan import DraftRequest, PageCopy, PlanRow, SampledToken, StepPlan, StepResult
 from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from engine.scheduler import DraftRequest, Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence as Running
 from engine.shard_cache import ShardCache
 

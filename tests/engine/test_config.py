@@ -49,6 +49,7 @@ def test_windows_must_be_one_for_each_layer():
         ("prefill_buckets", (32, 16)),
         ("prefill_buckets", (16, 16)),
         ("prefill_buckets", (0, 16)),
+        ("prefill_buckets", (1, 16)),
         ("context_bucket_min", 0),
         ("max_model_len", 1),
         ("max_queue_len", 0),

@@ -10,8 +10,8 @@ from engine.drafting import NgramDrafter, Paces
 from engine.engine import Engine, build_engine
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
+from engine.plan import DraftRequest
 from engine.request import Request, SamplingParams
-from engine.scheduler import DraftRequest
 from engine.sharding import make_mesh
 
 from .oracle import full_logits

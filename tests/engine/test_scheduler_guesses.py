@@ -2,8 +2,8 @@
 
 import pytest
 
+from engine.plan import DraftRequest
 from engine.request import Request, SamplingParams
-from engine.scheduler import DraftRequest
 
 from .fake_device import PAGE_SIZE, VOCAB_SIZE, Loop, expected, make_limits
 from .schedules import greedy

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.errors import PromptTooLongError, QueueFullError
+from engine.plan import DraftRequest
 from engine.request import AdaptiveWindow, SamplingParams
-from engine.scheduler import DraftRequest
 from engine.sequence import SchedulerLimits
 
 from .fake_device import PAGE_SIZE, VOCAB_SIZE, Loop, expected, make_limits

@@ -2,14 +2,9 @@
 
 import os
 import re
-import shutil
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,39 +14,20 @@ import pytest
 from serve_app.config import load_file
 from serve_app.text.base import Tokenizer
 from serve_app.text_builder import load_model_tokenizer
+from tests.server_process import ROOT, ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-ROOT = Path(__file__).parents[2]
 TINY = ROOT / ".." / "shared" / "data" / "grok1" / "tiny"
 LIMIT_S = 300
 """Only ends a broken test."""
 
 
-class ServerOverHosts:
-    """`tests.integration.serve_over_hosts` on a free port, in its own temporary directory."""
+class ServerOverHosts(ServerProcess):
+    """A Ray cluster of two nodes, with one replica over both."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
-        # Ray puts sockets there, whose paths have to be short.
-        self._temp_dir = tempfile.mkdtemp(prefix="ray")
-        self._log = Path(self._temp_dir) / "stdout"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.serve_over_hosts", str(port), self._temp_dir],
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                start_new_session=True,
-            )
-
-    @property
-    def output(self) -> str:
-        """What the server has said."""
-        return self._log.read_text(errors="replace")
+        super().__init__("tests.integration.serve_over_hosts", LIMIT_S)
 
     def follower_pids(self) -> list[int]:
         """Of every replica that has started so far."""
@@ -62,44 +38,13 @@ class ServerOverHosts:
         """Of every replica that has started so far."""
         return [int(pid) for pid in re.findall(r"pid=(\d+).*?\).*?hosts of the replica: this one", self.output)]
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Returns once `condition` holds."""
-        give_up_at = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                if condition():
-                    return
-            except httpx.TransportError:
-                pass
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < give_up_at, self.output
-            time.sleep(0.2)
-
-    def ready(self) -> bool:
-        """Whether a replica is warm."""
-        return httpx.get(self._url + "/ready", timeout=30).status_code == 200
-
     def greedy_tokens(self, prompt: list[int], number: int) -> list[str]:
         """The answer's tokens as log-probabilities name them."""
         body = {"model": "grok-1-tiny", "prompt": prompt, "max_tokens": number, "temperature": 0, "logprobs": 0}
-        answer = httpx.post(self._url + "/v1/completions", json={**body, "ignore_eos": True}, timeout=60)
+        answer = httpx.post(self.url + "/v1/completions", json={**body, "ignore_eos": True}, timeout=60)
         assert answer.status_code == 200, answer.text
         tokens: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
         return tokens
-
-    def stop(self) -> int:
-        """SIGTERM; the exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            raise AssertionError(self.output) from None
-
-    def remove_files(self) -> None:
-        """After the end. Ray's last processes may still write a line."""
-        shutil.rmtree(self._temp_dir, ignore_errors=True)
 
 
 @pytest.fixture
@@ -112,9 +57,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerOverHosts]:
     try:
         yield server
     finally:
-        if server.process.poll() is None:
-            server.stop()
-        server.remove_files()
+        server.end()
 
 
 def runs(pid: int) -> bool:
@@ -128,7 +71,7 @@ def runs(pid: int) -> bool:
 def test_a_replica_over_hosts_answers_and_is_replaced_whole_when_one_is_lost(server: ServerOverHosts) -> None:
     reference = np.load(TINY / "reference_f32.npz")
     prompt, expected = reference["prompt1"].tolist(), reference["greedy1"].tolist()[:12]
-    server.until(server.ready)
+    server.until(server.is_ready)
     answer = server.greedy_tokens(prompt, len(expected))
     tokenizer = load_model_tokenizer(load_file(Path("configs/grok1-tiny.yaml")).application.args)
     assert answer == [shown(tokenizer, token) for token in expected]
@@ -136,7 +79,7 @@ def test_a_replica_over_hosts_answers_and_is_replaced_whole_when_one_is_lost(ser
     assert runs(follower)
     assert runs(leader)
     os.kill(follower, signal.SIGKILL)
-    server.until(lambda: len(server.follower_pids()) > 1 and server.ready())
+    server.until(lambda: len(server.follower_pids()) > 1 and server.is_ready())
     assert f"host 1 of 2 ({socket.gethostname()}, process {follower}, " in server.output
     assert "has gone" in server.output
     server.until(lambda: not runs(leader))

@@ -1,109 +1,43 @@
 """The whole thing on Ray Serve with the fake engine: a process of its own, real sockets, signals."""
 
-import os
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
+from tests.server_process import ServerProcess
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120
 
 
-class ServerProcess:
-    """`tests.fakes.serve_main` on a free port, in its own temporary directory."""
+class FakeServer(ServerProcess):
+    """Serve with the fake engine."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        # Ray puts sockets there, whose paths have to be short.
-        self._temp_dir = tempfile.mkdtemp(prefix="ray")
-        self._log = Path(self._temp_dir) / "stdout"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fakes.serve_main", str(port), self._temp_dir],
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                start_new_session=True,
-            )
-
-    @property
-    def output(self) -> str:
-        """What the server has said."""
-        return self._log.read_text(errors="replace")
-
-    def until_ready(self) -> None:
-        """Returns once a replica is warm."""
-        self.until(lambda: self.get("/ready").status_code == 200)
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Returns once `condition` holds."""
-        give_up_at = time.monotonic() + START_LIMIT_S
-        while True:
-            try:
-                if condition():
-                    return
-            except httpx.TransportError:
-                pass
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < give_up_at, self.output
-            time.sleep(0.1)
-
-    def get(self, path: str) -> httpx.Response:
-        """GETs a path."""
-        return httpx.get(self.url + path, timeout=30)
+        super().__init__("tests.fakes.serve_main", START_LIMIT_S)
 
     def post(self, **body: object) -> httpx.Response:
         """POSTs a completion request."""
         return httpx.post(self.url + "/v1/completions", json={"model": "fake", **body}, timeout=60)
 
-    def remove_files(self) -> None:
-        """After the end. Ray's last processes may still write a line."""
-        shutil.rmtree(self._temp_dir, ignore_errors=True)
-
-    def stop(self) -> int:
-        """SIGTERM; the exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.wait()
-
-    def wait(self) -> int:
-        """The exit status, once the process has ended."""
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(self.output) from None
-
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def server() -> Iterator[FakeServer]:
     """A server for all tests here; the last one ends it."""
-    server = ServerProcess()
+    server = FakeServer()
     try:
-        server.until_ready()
+        server.until(server.is_ready)
         yield server
     finally:
-        if server.process.poll() is None:
-            server.stop()
-        server.remove_files()
+        server.end()
 
 
-def num_in_flight(server: ServerProcess) -> float:
+def num_in_flight(server: FakeServer) -> float:
     """Requests that the engine holds."""
     metrics = server.get("/metrics").text
     values = [line.split()[-1] for line in metrics.splitlines() if line.startswith("llm_engine_requests_in_flight{")]
@@ -111,13 +45,13 @@ def num_in_flight(server: ServerProcess) -> float:
     return sum(map(float, values))
 
 
-def test_start_up_says_where_the_server_answers(server: ServerProcess) -> None:
+def test_start_up_says_where_the_server_answers(server: FakeServer) -> None:
     server.until(lambda: "ready: fake" in server.output)
     assert "programs compiled" in server.output
     assert f"curl {server.url}/v1/completions" in server.output
 
 
-def test_the_official_client_whole_and_streamed(server: ServerProcess) -> None:
+def test_the_official_client_whole_and_streamed(server: FakeServer) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
         completion = client.completions.create(model="fake", prompt="hx", max_tokens=5)
         assert completion.choices[0].text == "yzabc"
@@ -131,7 +65,7 @@ def test_the_official_client_whole_and_streamed(server: ServerProcess) -> None:
             client.completions.create(model="fake", prompt=[97] * 5000, max_tokens=5)
 
 
-def test_the_request_id_is_kept_and_returned_once(server: ServerProcess) -> None:
+def test_the_request_id_is_kept_and_returned_once(server: FakeServer) -> None:
     body = {"model": "fake", "prompt": "a", "max_tokens": 1}
     answer = httpx.post(server.url + "/v1/completions", json=body, headers={"x-request-id": "mine"}, timeout=30)
     assert answer.headers.get_list("x-request-id") == ["mine"]
@@ -139,7 +73,7 @@ def test_the_request_id_is_kept_and_returned_once(server: ServerProcess) -> None
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_hangs_up_frees_its_slot(server: ServerProcess, streamed: bool) -> None:
+def test_a_client_that_hangs_up_frees_its_slot(server: FakeServer, streamed: bool) -> None:
     body = {"model": "fake", "prompt": "a", "max_tokens": 4000, "stream": streamed}
     with httpx.Client(timeout=30) as client:
         if streamed:
@@ -156,7 +90,7 @@ def test_a_client_that_hangs_up_frees_its_slot(server: ServerProcess, streamed: 
     assert time.monotonic() - started_at < 20
 
 
-def test_a_replica_that_dies_is_an_error_to_its_clients_and_is_replaced(server: ServerProcess) -> None:
+def test_a_replica_that_dies_is_an_error_to_its_clients_and_is_replaced(server: FakeServer) -> None:
     body = {"model": "fake", "prompt": "%", "max_tokens": 50}
     with httpx.stream("POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
         lines = [line for line in answer.iter_lines() if line]
@@ -165,8 +99,8 @@ def test_a_replica_that_dies_is_an_error_to_its_clients_and_is_replaced(server: 
     assert server.post(prompt="hx", max_tokens=3).json()["choices"][0]["text"] == "yza"
 
 
-def test_sigterm_finishes_what_runs_refuses_what_is_new_and_ends_with_status_0(server: ServerProcess) -> None:
-    server.until_ready()
+def test_sigterm_finishes_what_runs_refuses_what_is_new_and_ends_with_status_0(server: FakeServer) -> None:
+    server.until(server.is_ready)
     body = {"model": "fake", "prompt": "a", "max_tokens": 300, "stream": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
