@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -106,8 +106,8 @@ def run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], d
     return answers, {"tokens_per_s": rate, "ttft_s": median(ttft), "tpot_s": median(tpot), "cache_usage": peak}
 
 
-def compare(model: Model, options: Sequence[Option], prompts: Sequence[Prompt], max_tokens: int) -> list[Outcome]:
-    """Every option over the same prompts."""
+def compare(model: Model, options: Sequence[Option], prompts: Sequence[Prompt], max_tokens: int) -> Iterator[Outcome]:
+    """Every option over the same prompts, as it is done."""
     longest = max(map(len, prompts)) + max_tokens
     scorer = Scorer(model.decoder, model.params, longest)
     scorer.warm_up()
@@ -120,7 +120,6 @@ def compare(model: Model, options: Sequence[Option], prompts: Sequence[Prompt], 
     )
     params = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
     runners: dict[CacheDType | None, Engine] = {}
-    outcomes: list[Outcome] = []
     plain: list[list[int]] = []
     for option in options:
         progress(f"ab: {option.name} ...")
@@ -138,19 +137,16 @@ def compare(model: Model, options: Sequence[Option], prompts: Sequence[Prompt], 
             answers, figures = _best_of(option.num, engine, requests, answers, figures, scorer)
         plain = plain or answers
         pairs = list(zip(answers, plain, strict=True))
-        outcomes.append(
-            Outcome(
-                option.name,
-                figures["tokens_per_s"],
-                figures["ttft_s"],
-                figures["tpot_s"],
-                round(figures["cache_usage"] * runner.memory_bytes()["cache"]),
-                mean(scorer.perplexity(p, a) for p, a in zip(prompts, answers, strict=True)),
-                mean(sum(x == y for x, y in zip(a, b, strict=True)) / len(b) for a, b in pairs),
-                mean(a == b for a, b in pairs),
-            )
+        yield Outcome(
+            option.name,
+            figures["tokens_per_s"],
+            figures["ttft_s"],
+            figures["tpot_s"],
+            round(figures["cache_usage"] * runner.memory_bytes()["cache"]),
+            mean(scorer.perplexity(p, a) for p, a in zip(prompts, answers, strict=True)),
+            mean(sum(x == y for x, y in zip(a, b, strict=True)) / len(b) for a, b in pairs),
+            mean(a == b for a, b in pairs),
         )
-    return outcomes
 
 
 def _best_of(
@@ -267,10 +263,11 @@ def main() -> None:
         prompts = sample_prompts(sampler, options.count or 4, 128, 1)
     chunks = options.chunks or [1]
     choices = options_of(chunks, options.windows, options.overlap, options.cache_dtypes, options.candidates)
-    outcomes = compare(model, choices, prompts, options.max_tokens)
     where = {"model": options.model, "platform": jax.devices()[0].platform, "num_prompts": len(prompts)}
-    for outcome in outcomes:
+    outcomes = []
+    for outcome in compare(model, choices, prompts, options.max_tokens):
         emit("ab", {**where, "max_tokens": options.max_tokens, **vars(outcome), "load_average": os.getloadavg()[0]})
+        outcomes.append(outcome)
     progress(table(outcomes))
     if options.plot is not None:
         title = f"{options.model}: {len(prompts)} prompts, {options.max_tokens} tokens each, one stream"

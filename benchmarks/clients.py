@@ -8,12 +8,15 @@ then all read to the end. Their sockets take in a few KiB, so that the rest of a
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from statistics import median
 from urllib.parse import urlsplit
 
@@ -201,7 +204,10 @@ async def hold_open(
     They are held for `hold_s` after all have their first event; whatever takes longer than `timeout_s` is an error.
     """
     gate = Gate(len(prompts))
-    alone_s = await _probe_s(url, model, prompts[0])
+    # In a process of its own: beside the others it would wait for their turn in this one, not for the server.
+    prober = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    probe = partial(asyncio.get_running_loop().run_in_executor, prober, _probe_s, url, model, prompts[0])
+    alone_s = await probe()
     before, peak = memory(), Counter[str]()
     watcher = asyncio.create_task(_watch(memory, peak))
     began_at = time.perf_counter()
@@ -214,11 +220,12 @@ async def hold_open(
     await gate.all_came.wait()
     answered_s = time.perf_counter() - began_at
     await asyncio.sleep(hold_s)
-    meanwhile_s = await _probe_s(url, model, prompts[0])
+    meanwhile_s = await probe()
     num_held, held = gate.num_holding, memory()
     gate.opened.set()
     outcomes = await asyncio.gather(*clients)
     watcher.cancel()
+    prober.shutdown()
     return {
         "num_clients": len(prompts),
         "max_tokens": max_tokens,
@@ -248,9 +255,9 @@ def _body(model: str, prompt: Prompt, max_tokens: int) -> dict[str, object]:
     }
 
 
-async def _probe_s(url: str, model: str, prompt: Prompt) -> float:
+def _probe_s(url: str, model: str, prompt: Prompt) -> float:
     """The time to first token of a client that reads as fast as it can: the median of a few in turn."""
-    streams = [(await run_load(url, model, [prompt], _PROBE_TOKENS))[0] for _ in range(_NUM_PROBES)]
+    streams = [asyncio.run(run_load(url, model, [prompt], _PROBE_TOKENS))[0] for _ in range(_NUM_PROBES)]
     return median(stream.first_at - stream.sent_at for stream in streams)
 
 
