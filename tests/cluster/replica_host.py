@@ -38,7 +38,7 @@ class Relay:
         """Of the next case's runner."""
         from tests.cluster.cases import make_runner
 
-        self._runner = None  # its memory is free before the next one's is taken
+        # The last answers of a follower may still be under way, on a thread of their own; they have a runner all along.
         self._runner = make_runner(self._waiting.pop(0))
         return self._runner.warm_up(progress)
 
