@@ -10,14 +10,15 @@ leader compares; it waits for none of that in a step, and hears of a follower th
 import hashlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
 import numpy as np
 
-from cluster.group import Leader, Member
+from cluster.group import Leader
+from cluster.member import Member
 from cluster.messages import Command, Logits, Step, WarmUp
 from engine.errors import ReplicaGroupError
 from engine.models.decoder import Decoder, Params
@@ -66,20 +67,6 @@ def describe_runner(runner: StepRunner) -> str:
     return repr((runner.sizes, mesh, programs, sorted(shapes.items())))
 
 
-@dataclass(frozen=True)
-class LockstepHandle:
-    """A dispatched step: its number, its command as it was sent, and the leader's own handle."""
-
-    number: int
-    command: bytes
-    handle: StepHandle
-
-    @property
-    def plan(self) -> StepPlan:
-        """The step's plan."""
-        return self.handle.plan
-
-
 class LockstepRunner:
     """A `StepRunner` on the leader whose every step the followers run, too.
 
@@ -90,6 +77,8 @@ class LockstepRunner:
     def __init__(self, runner: StepRunner, leader: Leader) -> None:
         self._runner, self._leader = runner, leader
         self._digest = RunningDigest()
+        self._under_way: deque[tuple[int, bytes]] = deque()
+        """Numbers and commands of the steps that are dispatched and not fetched."""
 
     @property
     def decoder(self) -> Decoder:
@@ -133,17 +122,20 @@ class LockstepRunner:
         self._leader.wait_for(number)
         return seconds
 
-    def dispatch(self, plan: StepPlan) -> LockstepHandle:
+    def dispatch(self, plan: StepPlan) -> StepHandle:
         """Starts a step on every host."""
         number, command = self._leader.broadcast(
             lambda number: Step(number, plan), "a step", self._leader.timeouts.step_s
         )
-        return LockstepHandle(number, command, self._try(lambda: self._runner.dispatch(plan)))
+        handle = self._try(lambda: self._runner.dispatch(plan))
+        self._under_way.append((number, command))
+        return handle
 
-    def fetch(self, handle: LockstepHandle) -> StepResult:
+    def fetch(self, handle: StepHandle) -> StepResult:
         """The result of a dispatched step; steps are fetched in the order in which they were dispatched."""
-        result = self._try(lambda: self._runner.fetch(handle.handle))
-        self._leader.expect(handle.number, self._digest.add(handle.command, describe_result(result)))
+        result = self._try(lambda: self._runner.fetch(handle))
+        number, command = self._under_way.popleft()
+        self._leader.expect(number, self._digest.add(command, describe_result(result)))
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:

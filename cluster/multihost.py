@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass, field
 import jax
 
 from cluster.channel import Channel
-from cluster.group import Leader, Member, OnFailure, Timeouts, exit_process
+from cluster.group import Leader, OnFailure, Timeouts, exit_process
+from cluster.member import Member
 from cluster.messages import Begin, Hello, Refused, decode, encode
 from engine.errors import ConfigError, ReplicaGroupError
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.group import Leader, Member, Timeouts
+from cluster.group import Leader, Timeouts
 from cluster.lockstep import LockstepRunner, RunningDigest, describe_result, follow
+from cluster.member import Member
 from cluster.messages import Answer, Failure, Heartbeat, Stop, decode, encode
 from engine.errors import ConfigError, ReplicaGroupError
 from engine.plan import PlanRow, SampledToken, StepPlan, StepResult

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from cluster.channel import Channel
-from cluster.group import EXIT_STATUS, Member, Timeouts
+from cluster.group import EXIT_STATUS, Timeouts
+from cluster.member import Member
 from cluster.messages import Hello, encode
 from cluster.multihost import Gathering, Invitation, join
 from engine.errors import ConfigError, ReplicaGroupError
