@@ -1,7 +1,9 @@
 """Runs step plans on a mesh: weights, cache and compiled programs. Never sees a request or a policy."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -36,6 +38,7 @@ class CompilationCounter:
         """Programs made."""
         self.num_cache_hits = 0
         """Of those, the ones that the compilation cache had."""
+        self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
@@ -46,11 +49,13 @@ class CompilationCounter:
 
     def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == self._MADE:
-            self.count += 1
+            with self._lock:
+                self.count += 1
 
     def _on_event(self, event: str, **_: str | int) -> None:
         if event == self._FOUND:
-            self.num_cache_hits += 1
+            with self._lock:
+                self.num_cache_hits += 1
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,10 @@ class Runner(Protocol):
     def all_logits(self, rows: Sequence[PlanRow], rows_per_shard: int, num_tokens: int) -> np.ndarray: ...
 
 
+_NUM_COMPILERS = 2
+"""Threads that compile at start-up: one traces (Python, one core) while the other's program is compiled."""
+
+
 class StepRunner:
     """Executes step plans with one set of weights. All calls come from one thread."""
 
@@ -134,6 +143,9 @@ class StepRunner:
             lambda: jnp.zeros(self.sizes.num_slots, jnp.int32), out_shardings=NamedSharding(mesh, P())
         )
         self._state = DeviceState(kv_cache.allocate(self.cache_shape, mesh), make_tokens())
+        self._abstract_state = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self._state
+        )
         self._copy = compile_copies(mesh, self._state, self._put_copies(()))
         # Steps that hold collectives hang on the CPU backend when several are under way.
         self._wait_each_step = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -144,17 +156,23 @@ class StepRunner:
         return 0 if self._compiled_at_warm_up is None else self.compilations.count - self._compiled_at_warm_up
 
     def warm_up(self, progress: Progress | None = None) -> dict[str, float]:
-        """Compiles and runs every program once; returns the seconds each took."""
+        """Compiles every program, ahead on threads, and runs it once; returns the seconds each was waited for."""
         programs = self._all_programs()
         seconds = {}
         self._state = self._copy(self._state, self._put_copies(()))
-        for done, program in enumerate(programs):
-            if progress is not None:
-                progress(done, len(programs), program.name)
-            start = time.perf_counter()
-            output = self._run_pair((), (), program) if program.chunk else self._run((), program)[0]
-            jax.block_until_ready(output)
-            seconds[program.name] = time.perf_counter() - start
+        compilers = ThreadPoolExecutor(_NUM_COMPILERS, "compile")
+        try:
+            compiled = [compilers.submit(self._compiled, program) for program in programs]
+            for done, program in enumerate(programs):
+                if progress is not None:
+                    progress(done, len(programs), program.name)
+                start = time.perf_counter()
+                compiled[done].result()
+                output = self._run_pair((), (), program) if program.chunk else self._run((), program)[0]
+                jax.block_until_ready(output)
+                seconds[program.name] = time.perf_counter() - start
+        finally:
+            compilers.shutdown(cancel_futures=True)
         if progress is not None:
             progress(len(programs), len(programs), "")
         self._compiled_at_warm_up = self.compilations.count
@@ -232,39 +250,38 @@ class StepRunner:
         return self._run_pair(plan.prefill, plan.decode, program)
 
     def _run_pair(self, chunks: Sequence[PlanRow], rows: Sequence[PlanRow], program: _Program) -> MixedOutput:
-        shapes = self._shape(1, program.chunk), self._shape(program.rows_per_shard, 1)
-        compiled = self._programs.get(program)
-        if compiled is None:
-            compiled = compile_mixed(self.decoder, self.params, self._state, shapes, program.max_blocks)
-            self._programs[program] = compiled
-        packed = tuple(self._put(*each) for each in zip((chunks, rows), shapes, strict=True))
+        compiled = self._compiled(program)
+        packed = self._put(chunks, self._shape(1, program.chunk)), self._put(rows, self._shape_of(program))
         self._state, output, _ = compiled(self.params, self._state, packed)
         self._wait(output)
         return output
 
+    def _compiled(self, program: _Program) -> jax.stages.Compiled:
+        if program not in self._programs:
+            self._programs[program] = self._compile(program)
+        return self._programs[program]
+
+    def _compile(self, program: _Program) -> jax.stages.Compiled:
+        what, shape = (self.decoder, self.params, self._abstract_state), self._shape_of(program)
+        if program.chunk:
+            return compile_mixed(*what, (self._shape(1, program.chunk), shape), program.max_blocks)
+        return compile_step(*what, shape, program.max_blocks, program.max_steps, program.all_logits)
+
     def _wait(self, *results: object) -> None:
         if self._wait_each_step:
             jax.block_until_ready((self._state, results))
+
+    def _shape_of(self, program: _Program) -> BatchShape:
+        return self._shape(program.rows_per_shard, program.num_tokens)
 
     def _shape(self, rows_per_shard: int, num_tokens: int) -> BatchShape:
         s = self.sizes
         return BatchShape(s.num_shards, rows_per_shard, num_tokens, s.num_columns, s.num_slots)
 
     def _run(self, rows: Sequence[PlanRow], program: _Program) -> tuple[StepOutput, jax.Array | None]:
-        shape = self._shape(program.rows_per_shard, program.num_tokens)
-        compiled = self._programs.get(program)
-        if compiled is None:
-            compiled = compile_step(
-                self.decoder,
-                self.params,
-                self._state,
-                shape,
-                program.max_blocks,
-                program.max_steps,
-                program.all_logits,
-            )
-            self._programs[program] = compiled
-        self._state, output, logits = compiled(self.params, self._state, self._put(rows, shape))
+        compiled = self._compiled(program)
+        packed = self._put(rows, self._shape_of(program))
+        self._state, output, logits = compiled(self.params, self._state, packed)
         self._wait(output, logits)
         return output, logits
 
