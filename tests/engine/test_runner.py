@@ -1,5 +1,6 @@
-"""What the runner counts."""
+"""What the runner counts, and how its start fails."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from engine.config import EngineConfig
 from engine.runner import CompilationCounter
+
+from .tiny_models import LLAMA, make_engine, random_params
 
 CACHE = "jax_compilation_cache_dir"
 
@@ -36,3 +40,17 @@ def test_a_program_from_the_compilation_cache_is_no_miss() -> None:
     assert (counter.count, counter.num_cache_misses) == (2, 1)
     make(5.0)
     assert (counter.count, counter.num_cache_misses) == (3, 2)
+
+
+def test_a_program_that_does_not_compile_ends_the_warm_up_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(num_slots=2, prefill_buckets=(16,), max_model_len=64)
+    runner = make_engine(LLAMA, random_params(LLAMA), config).runner
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for the program")
+
+    monkeypatch.setattr("engine.runner.compile_step", fail)
+    monkeypatch.setattr("engine.runner.compile_mixed", fail)
+    with pytest.raises(MemoryError, match="no room for the program"):
+        runner.warm_up()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile_")]
