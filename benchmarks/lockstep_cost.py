@@ -1,7 +1,9 @@
 """What it costs to spread a replica over processes: the same decode steps on one process, and in lockstep over several.
 
-A small model with random weights on virtual CPU devices, so that the step itself is short. `protocol_ms` is the part
-that is lockstep's own: telling the followers and comparing digests, measured with a runner that computes nothing.
+A small model with random weights on virtual CPU devices, so that the step itself is short. What a step takes longer has
+two parts: collectives between processes, in `untold_step_ms` (the same programs in the same processes, each of which
+goes its own way through the same plans), and lockstep itself, `lockstep_ms` more: telling the followers and comparing
+digests. `protocol_ms` is that with a runner that computes nothing.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +46,17 @@ MODEL = ModelConfig(
 )
 NUM_SLOTS = 8
 _WARM_UP_STEPS = 20
+
+
+class Kind(StrEnum):
+    """What the processes of a measurement do."""
+
+    LOCKSTEP = "lockstep"
+    """The leader tells the others each step."""
+    UNTOLD = "untold"
+    """Each goes through the same steps by itself."""
+    PROTOCOL = "protocol"
+    """The leader tells the others each step, and nobody computes."""
 
 
 class NullRunner:
@@ -106,30 +120,40 @@ def run_host(task: dict[str, Any]) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices // num_hosts)
 
     def runner() -> Any:
-        return make_runner(num_hosts, num_devices) if task["computes"] else NullRunner()
+        return NullRunner() if task["kind"] == Kind.PROTOCOL else make_runner(num_hosts, num_devices)
+
+    def step_alone() -> float:
+        alone = runner()
+        alone.warm_up()
+        return step_ms(alone.execute, num_steps)
 
     if "invitation" in task:
         with join(Invitation.from_json(task["invitation"])) as member:
-            follow(runner(), member)
+            if task["kind"] == Kind.UNTOLD:
+                step_alone()
+                assert not list(member.commands())
+            else:
+                follow(runner(), member)
         leave()
     elif num_hosts == 1:
-        alone = runner()
-        alone.warm_up()
-        _say(step_ms=step_ms(alone.execute, num_steps))
+        _say(step_ms=step_alone())
     else:
         with Gathering(num_hosts, timeouts=Timeouts(start_s=120.0)) as gathering:
             _say(invitations=[gathering.invitation(rank).to_json() for rank in range(1, num_hosts)])
             leader = gathering.start()
-            lockstep = LockstepRunner(runner(), leader)
-            lockstep.warm_up()
-            _say(step_ms=step_ms(lockstep.execute, num_steps))
-            lockstep.stop()
+            if task["kind"] == Kind.UNTOLD:
+                _say(step_ms=step_alone())
+            else:
+                lockstep = LockstepRunner(runner(), leader)
+                lockstep.warm_up()
+                _say(step_ms=step_ms(lockstep.execute, num_steps))
+            leader.stop()
         leave()
 
 
-def measure(num_hosts: int, num_devices: int, num_steps: int, computes: bool = True) -> float:
+def measure(num_hosts: int, num_devices: int, num_steps: int, kind: Kind = Kind.LOCKSTEP) -> float:
     """The median step of a replica in processes of its own, in milliseconds."""
-    task = {"num_hosts": num_hosts, "num_devices": num_devices, "num_steps": num_steps, "computes": computes}
+    task = {"num_hosts": num_hosts, "num_devices": num_devices, "num_steps": num_steps, "kind": kind}
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(_host(task))
         answer = _next_line(first)
@@ -176,13 +200,16 @@ def figures(num_hosts: Sequence[int], num_devices: int, num_steps: int) -> Itera
     for hosts in num_hosts:
         progress(f"lockstep: {hosts} processes ...")
         replica_ms = measure(hosts, num_devices, num_steps)
+        untold_ms = measure(hosts, num_devices, num_steps, Kind.UNTOLD)
         yield {
             "num_hosts": hosts,
             "num_devices": num_devices,
             "one_process_step_ms": alone_ms,
             "replica_step_ms": replica_ms,
             "added_ms": replica_ms - alone_ms,
-            "protocol_ms": measure(hosts, num_devices, num_steps, computes=False),
+            "untold_step_ms": untold_ms,
+            "lockstep_ms": replica_ms - untold_ms,
+            "protocol_ms": measure(hosts, num_devices, num_steps, Kind.PROTOCOL),
             "command_bytes": len(encode(Step(1, decode_plan(1)))),
             "load_average": os.getloadavg()[0],
         }
