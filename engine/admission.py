@@ -17,6 +17,11 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
         raise InvalidRequestError(
             f"prompt token id {outside} is outside the vocabulary [0, {limits.vocab_size})", "prompt"
         )
+    stop = next((t for t in request.params.stop_token_ids if not 0 <= t < limits.vocab_size), None)
+    if stop is not None:
+        raise InvalidRequestError(
+            f"stop token id {stop} is outside the vocabulary [0, {limits.vocab_size})", "stop_token_ids"
+        )
     if len(prompt) >= limits.max_model_len:
         raise PromptTooLongError(
             f"the prompt has {len(prompt)} tokens; the context length is {limits.max_model_len}, one of which must "
@@ -51,10 +56,15 @@ def check_pages(s: Sequence, shard: ShardCache) -> None:
     )
 
 
-def check_queue(request: Request, waiting: WaitingQueue, limits: SchedulerLimits) -> None:
-    """Raises `QueueFullError` where the queue has no room for the request. A single one always has."""
+def check_queue(request: Request, waiting: WaitingQueue, num_free_slots: int, limits: SchedulerLimits) -> None:
+    """Raises `QueueFullError` where the queue has no room for the request. A single one always has.
+
+    Those that wait for nothing but the next step, as many as there are slots free, are not in the way.
+    """
     queued_tokens = waiting.num_queued_tokens
-    if len(waiting) >= limits.max_queue_len:
+    if len(waiting) < num_free_slots:
+        return
+    if len(waiting) - num_free_slots >= limits.max_queue_len:
         raise QueueFullError(f"the queue is full: {len(waiting)} requests are waiting; try again later")
     if (
         limits.max_queued_tokens is not None

@@ -72,13 +72,13 @@ class Paces:
         self._paces = {r.sequence_id: known.get(r.sequence_id) or _Pace(min(3, self._max_tokens)) for r in requests}
         return {r.sequence_id: min(r.num_tokens, self._adapt(r)) for r in requests}
 
-    def note(self, requests: Sequence[DraftRequest], drafts: Drafts) -> None:
-        """Remembers what has been guessed, to compare it with what comes."""
+    def note(self, requests: Sequence[DraftRequest], num_guessed: Mapping[int, int]) -> None:
+        """Remembers how many guesses a step verifies for each sequence, to compare them with what comes."""
         for r in requests:
             pace = self._paces[r.sequence_id]
             pace.num_tokens = len(r.token_ids)
-            pace.num_guessed = len(drafts.get(r.sequence_id, ()))
-        if not any(drafts.values()):
+            pace.num_guessed = num_guessed.get(r.sequence_id, 0)
+        if not any(num_guessed.values()):
             self._num_rests = _REST_STEPS
 
     def _adapt(self, r: DraftRequest) -> int:

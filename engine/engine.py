@@ -10,7 +10,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting import Drafter, Drafts, ModelDrafter, NgramDrafter, Paces
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder, Params
-from engine.plan import StepPlan
+from engine.plan import DraftRequest, StepPlan
 from engine.request import EngineStats, Request, RequestOutput
 from engine.runner import Progress, Runner, StepHandle, StepRunner
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -90,15 +90,19 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatches the next step and takes in the one before; with guesses or chunks in the other order."""
         outputs: list[RequestOutput] = []
-        drafts = None
+        drafts, requests = None, list[DraftRequest]()
         if self._num_draft_tokens and self.scheduler.may_draft() and self._paces.wants_turn():
             # Guesses follow tokens that the host has seen.
             outputs = self._take_in()
-            drafts = self._guess()
+            requests = self.scheduler.draft_requests(self._num_draft_tokens)
+            drafts = self._guess(requests)
         elif self.scheduler.next_chunk() > 1:
             # A chunk for a request that has just ended would be long, and for nothing.
             outputs = self._take_in()
         plan = self.scheduler.schedule(drafts)
+        if drafts is not None:
+            # There may be no room for some of them.
+            self._paces.note(requests, {} if plan is None else plan.num_guesses)
         dispatched = None if plan is None else self._dispatch(plan)
         outputs += self._take_in()
         self._under_way = dispatched
@@ -123,12 +127,9 @@ class Engine:
         self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
-    def _guess(self) -> Drafts:
-        requests = self.scheduler.draft_requests(self._num_draft_tokens)
+    def _guess(self, requests: Sequence[DraftRequest]) -> Drafts:
         limits = self._paces.limits(requests)
-        drafts = self._drafter.propose([replace(r, num_tokens=limits[r.sequence_id]) for r in requests])
-        self._paces.note(requests, drafts)
-        return drafts
+        return self._drafter.propose([replace(r, num_tokens=limits[r.sequence_id]) for r in requests])
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         """Perplexity of the answer's tokens after the prompt, under the scorer's model.

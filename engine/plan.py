@@ -4,6 +4,7 @@ A plan holds ids, counts and sampling parameters; it can be pickled and sent to 
 the same step.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from engine.request import AdaptiveWindow, SamplingParams, TokenLogprobs
@@ -59,6 +60,12 @@ class StepPlan:
     positions: each sees the keys and values of those before it."""
     copies: tuple[PageCopy, ...] = ()
     """Pages to copy before anything is computed."""
+
+    @property
+    def num_guesses(self) -> dict[int, int]:
+        """Guessed tokens that the step verifies, by sequence: its rows that sample, but for the first."""
+        num_sampling = Counter(row.sequence_id for row in self.decode if row.samples)
+        return {sequence_id: count - 1 for sequence_id, count in num_sampling.items()}
 
     @property
     def num_padding_tokens(self) -> int:

@@ -69,17 +69,17 @@ class SamplingParams:
 class AdaptiveWindow:
     """A sliding window that grows with the context: position i has min(most, max(least, (i + 1) // divisor)) positions.
 
-    Raises `InvalidRequestError` for numbers below 1.
+    Raises `InvalidRequestError` for numbers below 1 or of 2^30 and above.
     """
 
     least: int = 64
     divisor: int = 2
 
     def __post_init__(self) -> None:
-        if self.least < 1 or self.divisor < 1:
+        if not (1 <= self.least < 2**30 and 1 <= self.divisor < 2**30):
             raise InvalidRequestError(
-                f"an adaptive window of at least {self.least} and 1/{self.divisor} of the context; expected numbers of "
-                "at least 1",
+                f"an adaptive window of at least {self.least} and 1/{self.divisor} of the context; expected numbers "
+                "from 1 to 2^30 - 1",
                 "window",
             )
 

@@ -6,6 +6,7 @@ have a token that is sampled but not seen yet.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -17,6 +18,10 @@ from engine.sequence import SchedulerLimits, Sequence
 from engine.shard_cache import ShardCache
 from engine.step_builder import StepBuilder
 from engine.waiting_queue import WaitingQueue
+
+_TOKENS_FOR_ONE_MORE = 128
+"""Prompt tokens that a shard may have to compute for one request less to run beside: all shards are padded to the one
+that has most, so a beginning that many requests share is worth having on each."""
 
 
 class Scheduler:
@@ -70,7 +75,7 @@ class Scheduler:
         sequence = Sequence(next(self._sequence_ids), request, list(request.prompt_token_ids))
         sequence.rank = (request.priority + now / self.limits.priority_ageing_s, sequence.sequence_id)
         check_pages(sequence, self.shards[0])
-        check_queue(request, self._waiting, self.limits)
+        check_queue(request, self._waiting, sum(len(shard.free_slots) for shard in self.shards), self.limits)
         self._sequences[request.request_id] = sequence
         self._waiting.enter(request.tenant)
         self._waiting.add(sequence)
@@ -125,6 +130,8 @@ class Scheduler:
                 # The last token that may be generated need not be guessed: verifying finds it.
                 left = s.request.params.max_tokens - s.num_generated - 1
                 count = min(num_tokens, left, num_spare // (len(ready) - index))
+                if s.request.decode_chunk is not None:
+                    count = min(count, s.request.decode_chunk - 1)
                 if count < 1 or not self._provide_for_guesses(s, count):
                     continue
                 num_spare -= count
@@ -231,14 +238,17 @@ class Scheduler:
             self._running.append(s)
 
     def _choose_shard(self, s: Sequence) -> ShardCache | None:
-        """Where most of the sequence's tokens are cached, then where most slots are free; None where it has no room."""
-        best, best_order = None, (-1, -1)
+        """Where it costs least: cached tokens are weighed against the requests that run there; None where it has no
+        room."""
+        best, best_order = None, (-math.inf, -1)
         for shard in self.shards:
             if not shard.free_slots:
                 continue
             if shard.num_pages_to_start(s) > self._num_unpromised(shard):
                 continue
-            order = len(shard.cached_pages(s)), len(shard.free_slots)
+            num_running = self.limits.num_slots // self.limits.num_shards - len(shard.free_slots)
+            num_cached = len(shard.cached_pages(s)) * self.limits.page_size
+            order = num_cached - _TOKENS_FOR_ONE_MORE * num_running, len(shard.free_slots)
             if order > best_order:
                 best, best_order = shard, order
         return best
@@ -331,11 +341,11 @@ class Scheduler:
 
     def _finish(self, s: Sequence) -> None:
         del self._sequences[s.request.request_id]
-        self._waiting.leave(s.request.tenant)
         if s.slot is None:
             self._waiting.remove(s)
-            return
-        shard = self._shard(s)
-        shard.register(s)
-        self._running.remove(s)
-        shard.vacate(s)
+        else:
+            shard = self._shard(s)
+            shard.register(s)
+            self._running.remove(s)
+            shard.vacate(s)
+        self._waiting.leave(s.request.tenant)

@@ -37,6 +37,16 @@ def test_a_request_that_can_never_run_is_refused_with_the_numbers(prompt, max_to
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**31])
+def test_a_stop_token_that_can_never_come_is_refused(token_id):
+    params = SamplingParams(max_tokens=1, stop_token_ids=(3, token_id))
+    with pytest.raises(
+        InvalidRequestError, match=rf"token id {token_id} is outside the vocabulary \[0, 13\)"
+    ) as caught:
+        check_request(Request("r", (1,), params), make_limits())
+    assert caught.value.param == "stop_token_ids"
+
+
 def test_a_request_may_fill_the_context_exactly():
     check_request(a_request(35, 5), make_limits())
 
@@ -66,14 +76,24 @@ def test_a_request_that_needs_more_pages_than_there_are_is_refused(num_tokens, m
 
 def test_a_full_queue_refuses():
     limits = make_limits(max_queue_len=2)
-    check_queue(a_request(1), waiting(1), limits)
+    check_queue(a_request(1), waiting(1), 0, limits)
     with pytest.raises(QueueFullError, match="2 requests are waiting"):
-        check_queue(a_request(1), waiting(1, 1), limits)
+        check_queue(a_request(1), waiting(1, 1), 0, limits)
+
+
+def test_requests_for_which_slots_are_free_are_not_in_the_way():
+    limits = make_limits(max_queue_len=2, max_queued_tokens=3)
+    check_queue(a_request(9), waiting(1, 1, 1), 4, limits)
+    check_queue(a_request(1), waiting(1, 1), 1, limits)
+    with pytest.raises(QueueFullError, match="3 requests are waiting"):
+        check_queue(a_request(1), waiting(1, 1, 1), 1, limits)
+    with pytest.raises(QueueFullError, match="2 prompt tokens are waiting, 3 may"):
+        check_queue(a_request(2), waiting(1, 1), 1, limits)
 
 
 def test_queued_prompt_tokens_are_bounded_but_one_prompt_always_fits():
     limits = make_limits(max_queued_tokens=6)
-    check_queue(a_request(9), waiting(), limits)
-    check_queue(a_request(2), waiting(4), limits)
+    check_queue(a_request(9), waiting(), 0, limits)
+    check_queue(a_request(2), waiting(4), 0, limits)
     with pytest.raises(QueueFullError, match="4 prompt tokens are waiting, 6 may"):
-        check_queue(a_request(3), waiting(4), limits)
+        check_queue(a_request(3), waiting(4), 0, limits)

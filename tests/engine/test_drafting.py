@@ -51,7 +51,7 @@ def test_the_number_of_guesses_follows_what_came_of_them():
         request = draft_request(tokens, count=8)
         limit = paces.limits([request])[0]
         limits.append(limit)
-        paces.note([request], {0: (5,) * limit})
+        paces.note([request], {0: limit})
         tokens += [5] * (min(num_right, limit) + 1)
     assert limits == [3, 6, 8, 8, 3, 1, 1]
     # Three times without a right one: left alone until 24 more tokens have come.
@@ -60,12 +60,22 @@ def test_the_number_of_guesses_follows_what_came_of_them():
     assert paces.limits([draft_request([*tokens, *[5] * 24], 8)]) == {0: 1}
 
 
+def test_guesses_that_no_step_had_room_for_are_not_held_against_a_request():
+    paces = Paces(8)
+    tokens = [1]
+    for _ in range(5):
+        request = draft_request(tokens, count=8)
+        assert paces.limits([request]) == {0: 3}
+        paces.note([request], {})
+        tokens += [5]
+
+
 def test_after_nothing_to_guess_the_host_works_ahead_for_some_steps():
     paces = Paces(4)
     request = draft_request((1, 2, 3))
     assert paces.wants_turn()
     paces.limits([request])
-    paces.note([request], {0: ()})
+    paces.note([request], {0: 0})
     assert [paces.wants_turn() for _ in range(9)] == [False] * 7 + [True] * 2
 
 

@@ -117,7 +117,7 @@ def test_aborting_an_unknown_request_is_no_error():
 
 
 def test_a_full_queue_refuses_and_keeps_what_it_has():
-    loop = Loop(make_limits(max_queue_len=2))
+    loop = Loop(make_limits(num_slots=1, max_queue_len=1))
     loop.add("a", (1,), FOREVER)
     loop.add("b", (1,), FOREVER)
     with pytest.raises(QueueFullError, match="2 requests are waiting"):

@@ -78,13 +78,23 @@ def test_a_forgotten_cache_is_not_hit():
 
 def test_a_request_goes_where_its_prefix_is():
     loop = Loop(make_limits(num_slots=4, num_shards=2))
+    loop.add("other", (9,), greedy(9))
     loop.add("a", PREFIX, greedy(1))
     loop.drain()
-    loop.add("other", (9,), FOREVER)
+    assert [row.slot // 2 for row in loop.device.plans[0].prefill] == [0, 1]
     loop.add("b", (*PREFIX, 1), greedy(1))
     loop.step()
-    slots = {name: s.slot for name, s in loop.running().items()}
-    assert slots["b"] // 2 == loop.device.plans[0].prefill[0].slot // 2 == 0
+    assert loop.running()["b"].slot // 2 == 1
+
+
+def test_a_short_common_prefix_does_not_crowd_one_shard():
+    loop = Loop(make_limits(num_slots=8, num_shards=2, max_queue_len=8))
+    loop.add("first", PREFIX, greedy(1))
+    loop.drain()
+    for index in range(4):
+        loop.add(f"r{index}", (*PREFIX, index), FOREVER)
+    loop.step()
+    assert sorted(s.slot // 4 for s in loop.running().values()) == [0, 0, 1, 1]
 
 
 def test_a_long_request_with_a_small_window_runs_in_a_pool_that_could_not_hold_it():

@@ -118,3 +118,16 @@ def test_pages_given_for_guesses_that_did_not_come_are_taken_back_before_anybody
     assert most_unused >= 3
     assert loop.preempted == []
     loop.check_answers()
+
+
+@pytest.mark.parametrize(("decode_chunk", "most"), [(1, 1), (3, 3), (None, 5)])
+def test_a_step_adds_no_more_tokens_than_the_request_allows(decode_chunk, most):
+    loop, _ = guessing(4, num_tokens=4, decode_row_buckets=(1, 8), decode_chunk=8, decode_chunk_min=1)
+    loop.add("r", (2, 1), SamplingParams(max_tokens=20, ignore_eos=True), decode_chunk=decode_chunk)
+    counts, before = [], 0
+    while loop.scheduler.has_work():
+        loop.step()
+        counts.append(len(loop.answers["r"]) - before)
+        before += counts[-1]
+    assert max(counts) == most
+    loop.check_answers()

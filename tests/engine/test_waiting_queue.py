@@ -136,3 +136,27 @@ def test_priorities_go_before_fair_shares():
     urgent = [q.add("busy", priority=0) for _ in range(3)]
     lazy = q.add("idle", priority=1)
     assert [q.admit(100) for _ in range(4)] == [*urgent, lazy]
+
+
+def test_a_tenant_that_always_runs_something_saves_nothing_up():
+    q = Queue()
+    q.add("light")
+    q.admit()
+    for _ in range(50):
+        q.add("busy")
+        q.admit(10)
+    for name in ["busy", "light"]:
+        for _ in range(10):
+            q.add(name)
+    order = [q.admit(1).request.tenant for _ in range(10)]
+    assert order.count("busy") == 5
+
+
+def test_a_newcomer_of_an_old_backlog_s_priority_does_not_overtake_a_higher_one():
+    q = Queue()
+    old = q.add("x", priority=10, now_s=0.0)
+    urgent = q.add("z", priority=0, now_s=150.0)
+    late = [q.add("y", priority=10, now_s=150.0) for _ in range(3)]
+    q.queue.charge("x", 100)
+    # The oldest has waited for long enough to go first; those that came after the urgent one have not.
+    assert [q.admit() for _ in range(5)] == [old, urgent, *late]
