@@ -82,6 +82,16 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": _NONE,
 }
 
+# Fields of an assistant's message: clients send back what they were answered.
+UNSUPPORTED_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": _NONE,
+    "function_call": _NONE,
+    "name": _NONE,
+    "refusal": _NONE,
+    "tool_calls": _NONE,
+}
+
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
     """Whether `value` is one of the neutral values, or null. `true` is no 1, and `false` no 0."""

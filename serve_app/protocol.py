@@ -1,16 +1,20 @@
 """The OpenAI API's requests: what is accepted, of which type, and how the rest is refused."""
 
+import itertools
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from engine.errors import InvalidRequestError, UnsupportedParameterError
 from serve_app.config import MAX_RERANK
-from serve_app.parameters import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, is_neutral
+from serve_app.parameters import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, UNSUPPORTED_MESSAGE, is_neutral
 from serve_app.strict import StrictModel, complaints, suggestion
 
-Prompts = tuple[str | tuple[int, ...], ...]
+# A body may hold a million items: the first wrong one is all that its client needs to hear of.
+Prompts = Annotated[tuple[str | tuple[int, ...], ...], FailFast()]
+Texts = Annotated[tuple[str, ...], FailFast()]
+TokenIds = Annotated[tuple[int, ...], FailFast()]
 
 
 def _prompts(value: object) -> Prompts:
@@ -54,7 +58,28 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-class StreamOptions(StrictModel):
+class NestedModel(StrictModel):
+    """An object inside a body, read as the official clients write it: null is "not given"."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are known of and not served; see `serve_app.parameters`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_not_given(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        known = {name: value[name] for name in cls.model_fields if value.get(name) is not None}
+        # The first that is refused stands for all: each would be a complaint of its own.
+        refused = (name for name in value if name not in cls.model_fields and not cls._is_neutral(name, value[name]))
+        return known | {name: value[name] for name in itertools.islice(refused, 1)}
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: object) -> bool:
+        return name in cls.unsupported and is_neutral(value, cls.unsupported[name])
+
+
+class StreamOptions(NestedModel):
     """Options of a streamed answer."""
 
     include_usage: bool = Field(default=False, description="Send one last chunk with the token counts and no choices.")
@@ -79,10 +104,8 @@ class GenerationRequest(StrictModel):
         description="Answers to each prompt. Answer i, from 0, is the one that `seed` + i alone gives; at temperature "
         "0 all are alike. Answer i to prompt p has the index p * n + i.",
     )
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = Field(
-        default=(), description="Texts that end the answer."
-    )
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field(
+    stop: Annotated[Texts, BeforeValidator(_stop)] = Field(default=(), description="Texts that end the answer.")
+    stop_token_ids: Annotated[TokenIds, BeforeValidator(_as_tuple)] = Field(
         default=(), description="Tokens that end the answer."
     )
     ignore_eos: bool = Field(default=False, description="Generate past the model's end-of-sequence tokens.")
@@ -174,8 +197,10 @@ def _content(value: object) -> str:
     return "\n".join(texts)
 
 
-class ChatMessage(StrictModel):
+class ChatMessage(NestedModel):
     """One message of a conversation."""
+
+    unsupported = UNSUPPORTED_MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"] = Field(description="Who speaks.")
     content: Annotated[str, BeforeValidator(_content)] = Field(description="Text, or a list of text parts.")
@@ -184,7 +209,7 @@ class ChatMessage(StrictModel):
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1, description="The conversation so far.")
     max_completion_tokens: int | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
     logprobs: bool = Field(default=False, description="Report log-probabilities of the tokens.")
     top_logprobs: int | None = Field(default=None, ge=0, description="Alternatives at each position; needs `logprobs`.")
@@ -217,7 +242,7 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = Field(default=None, description="The served model's name.")
     prompt: str | None = Field(default=None, description="A text.")
-    messages: list[ChatMessage] | None = Field(
+    messages: Annotated[list[ChatMessage] | None, FailFast()] = Field(
         default=None, min_length=1, description="A conversation to render first."
     )
     add_special_tokens: bool = Field(
@@ -235,7 +260,7 @@ class DetokenizeRequest(StrictModel):
     """Body of POST /detokenize."""
 
     model: str | None = Field(default=None, description="The served model's name.")
-    tokens: list[int] = Field(description="Token ids.")
+    tokens: Annotated[list[int], FailFast()] = Field(description="Token ids.")
 
 
 RequestT = TypeVar("RequestT", bound=StrictModel)
@@ -266,11 +291,11 @@ def _refuse_constant(name: str) -> object:
 
 
 def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {double!r} is there twice")
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"the key {name!r:.80} is there twice")
+        content[name] = value
     return content
 
 
