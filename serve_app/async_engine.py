@@ -39,7 +39,7 @@ class AsyncEngineStats:
     num_in_flight: int
     """Requests admitted and not ended."""
     num_ended: dict[str, int] = field(default_factory=dict)
-    """Requests that ended, by reason: stop, length, aborted, refused."""
+    """Requests that ended, by reason: stop or length, as their clients were told; aborted, refused."""
     draining: bool = False
 
 
@@ -201,7 +201,7 @@ class AsyncEngine:
             state = self._requests.get(output.request_id)
             if state is None:
                 continue
-            state.ended_by = output.finish_reason
+            state.ended = output.finish_reason is not None
             # What a step under way adds to a candidate whose text has ended is not part of it.
             if output.request_id in state.stream.open_ids and not state.awaits_score:
                 self._deliver_to(state, output)
@@ -240,11 +240,13 @@ class AsyncEngine:
             answer = state.candidates.choose(state.index, perplexity)
             if answer is not None:
                 state.stream.push(answer)
+        else:
+            state.finish_reason = None  # its client has gone, or its time was up
         self._forget_if_through(request_id, state)
 
     def _forget_if_through(self, request_id: str, state: RequestState) -> None:
-        if state.ended_by is not None and not state.awaits_score:
-            self._forget(request_id, state.ended_by)
+        if state.ended and not state.awaits_score:
+            self._forget(request_id, state.finish_reason or FinishReason.ABORTED)
 
     def _refuse(self, request_id: str, error: EngineError) -> None:
         state = self._requests[request_id]
@@ -258,8 +260,9 @@ class AsyncEngine:
         self._abort_open(stream)
 
     def _fail_all(self, message: str) -> None:
-        for request_id in list(self._requests):
-            self._forget(request_id, FinishReason.ABORTED)
+        for request_id, state in list(self._requests.items()):
+            told = None if request_id in state.stream.open_ids else state.finish_reason
+            self._forget(request_id, told or FinishReason.ABORTED)
         for stream in self._streams:
             if stream.open_ids:
                 stream.open_ids.clear()

@@ -68,8 +68,10 @@ class RequestState:
     candidates: Candidates | None
     """Where the candidates of the call are collected; None: each request is a choice."""
     num_tokens: int = 0
-    ended_by: FinishReason | None = None
-    """Why the engine ended it, once it did."""
+    finish_reason: FinishReason | None = None
+    """Why it ended as its client knows it: by a stop string, too, of which the engine has only an abort."""
+    ended: bool = False
+    """The engine has nothing more for it."""
     awaits_score: bool = False
     """Generated, its text ended, and not scored yet."""
 
@@ -87,6 +89,7 @@ def delta_of(state: RequestState, output: RequestOutput) -> Delta:
             text += tail
     if stopped:
         finish_reason = FinishReason.STOP
+    state.finish_reason = finish_reason
     state.num_tokens += num_used
     wants = state.wants_tokens
     return Delta(

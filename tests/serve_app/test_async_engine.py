@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -72,7 +73,49 @@ def test_a_stop_string_over_several_steps_ends_the_text_and_frees_the_slot() -> 
             await h.idle()
             # The sixth step may have begun before the text of the fifth was known.
             assert h.engine.num_steps in (6, 7)
-            assert h.serving.stats().num_ended == {"aborted": 1}
+            assert h.serving.stats().num_ended == {"stop": 1}
+
+    run(test)
+
+
+def test_requests_are_counted_by_what_their_clients_were_told() -> None:
+    async def test() -> None:
+        gate = Gate()
+        async with running(gate) as h:
+            stopped = call("a", stop=("fg",), params={"max_tokens": 6})
+            batches = h.serving.generate(call("a", params={"max_tokens": 6}))
+            gate.let_through(5)
+            while (await anext(batches))[-1].num_tokens < 5:
+                pass
+            # The step that ends it at its limit has begun when its client goes away.
+            await eventually(lambda: h.serving._thread.seconds_in_step() > 0)
+            await batches.aclose()
+            gate.open()
+            await h.idle()
+            # Its limit and its stop string come with the same token.
+            assert await text_of(h.serving, stopped) == ("bcde", FinishReason.STOP, 6)
+            await h.idle()
+            assert h.serving.stats().num_ended == {"aborted": 1, "stop": 1}
+
+    run(test)
+
+
+def test_an_answer_that_ended_before_its_engine_died_is_counted_as_what_it_was() -> None:
+    async def test() -> None:
+        gate = Gate()
+        async with running(gate, fail_at_step=6) as h:
+            gate.let_through(5)
+            assert await text_of(h.serving, call("a", stop=("def",), params={"max_tokens": 50})) == (
+                "bc",
+                FinishReason.STOP,
+                5,
+            )
+            # The abort that its text asked for may or may not come before the step that fails.
+            with suppress(EngineDeadError):
+                gate.open()
+                await collect(h.serving, call("a"))
+            await h.idle()
+            assert h.serving.stats().num_ended["stop"] == 1
 
     run(test)
 

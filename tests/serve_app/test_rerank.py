@@ -233,17 +233,18 @@ def test_candidates_hold_their_places_until_they_are_scored() -> None:
     async def test() -> None:
         gate = Gate()
         async with running(gate, **ROOM) as h:
-            hold = threading.Event()
+            hold, scoring = threading.Event(), threading.Event()
             score = h.engine.score
 
             def held(prompt: Any, answer: Any) -> float:
+                scoring.set()
                 hold.wait()
                 return score(prompt, answer)
 
             h.engine.score = held  # type: ignore[method-assign]
             gate.open()
             task = asyncio.ensure_future(collect(h, reranked("a")))
-            await eventually(lambda: h.serving._thread.seconds_in_step() > 0 and h.engine.num_steps == 6)
+            await eventually(scoring.is_set)
             assert h.serving.stats().num_in_flight == 3
             hold.set()
             assert [delta.text for delta in await task] == ["eim"]
@@ -277,6 +278,7 @@ def test_a_call_that_ends_while_it_is_scored_leaves_nothing_behind(how: str) -> 
             await h.idle()
             assert len(h.engine.scored) < 3
             assert not h.engine.running
+            assert h.serving.stats().num_ended == {"aborted": 3}
             assert (await complete(h, rerank=2))["choices"][0]["text"] == "dgj"
 
     run(test)
