@@ -1,6 +1,7 @@
 """The OpenAI API as an ASGI application, over any `Backend`."""
 
 import asyncio
+import logging
 import secrets
 import time
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from serve_app.protocol import (
 from serve_app.responses import ChatShape, CompletionShape
 from serve_app.text.base import Tokenizer
 from serve_app.text.chat import ChatTemplate
+
+logger = logging.getLogger(__name__)
 
 # Where nobody names a limit, the context is it.
 _UNLIMITED = 2**31 - 1
@@ -147,6 +150,9 @@ class Api:
         self, request: Request, parsed: GenerationRequest, prompts: tuple[tuple[int, ...], ...], default_max_tokens: int
     ) -> GenerationCall:
         check_stop(parsed.stop, self._limits)
+        if parsed.user is not None:
+            # repr: it cannot look like another line, or like none.
+            logger.info("request %s is of the user %.64r", request_id_of(request.scope), parsed.user)
         adaptive = parsed.window == "adaptive"
         return GenerationCall(
             request_id=f"{request_id_of(request.scope)}-{secrets.token_hex(4)}",
@@ -233,7 +239,8 @@ class Api:
         return {**model, "max_model_len": info.max_model_len}
 
     async def _parse(self, kind: type[RequestT], request: Request) -> RequestT:
-        parsed = parse_request(kind, await read_json_body(request, self._limits.max_body_bytes))
+        body = await read_json_body(request, self._limits.max_body_bytes, self._limits.body_timeout_s)
+        parsed = parse_request(kind, body)
         name = getattr(parsed, "model", None)
         if name is not None:
             self._check_model(name)

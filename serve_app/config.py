@@ -235,6 +235,9 @@ class LimitsSection(StrictModel):
     max_body_bytes: Positive = Field(
         default=8 * 2**20, description="Largest HTTP body in bytes; a larger one gets a 413."
     )
+    body_timeout_s: PositiveSeconds = Field(
+        default=60.0, description="How long a body may take to come, in seconds; a slower one gets a 408."
+    )
     max_stop_strings: Positive = Field(default=4, description="Stop strings of one request (OpenAI: 4).")
     max_stop_string_chars: Positive = Field(default=256, description="Characters of one stop string.")
     max_prompts: Positive = Field(default=64, description="Prompts of one completion request.")

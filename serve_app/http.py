@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import RequestCancelledError
@@ -55,8 +55,11 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises `HTTPError` (413, 415) for one that is too large or is not declared as JSON."""
+async def read_json_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The body. Raises `ClientDisconnectedError` where the client goes away before its end.
+
+    Raises `HTTPError` (408, 413, 415) for one that is not there in time, is too large or is not declared as JSON.
+    """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HTTPError(
@@ -66,17 +69,27 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        message = f"the body did not come within {timeout_s:g} s, the limit of this server"
+        raise _unread(408, message, "request_timeout") from None
+    except ClientDisconnect:
+        raise ClientDisconnectedError("the client went away before the end of its body") from None
     return bytes(body)
 
 
 def _too_large(max_bytes: int) -> HTTPError:
-    message = f"the body is larger than {max_bytes} bytes, the limit of this server"
+    return _unread(413, f"the body is larger than {max_bytes} bytes, the limit of this server", "body_too_large")
+
+
+def _unread(status: int, message: str, code: str) -> HTTPError:
     # What is still on its way is not read, so the connection cannot be used again.
-    return HTTPError(413, message, code="body_too_large", headers={"connection": "close"})
+    return HTTPError(status, message, code, headers={"connection": "close"})
 
 
 async def send_json(send: Send, status: int, content: object, headers: dict[str, str] | None = None) -> None:

@@ -144,11 +144,14 @@ def call(*prompts: str, **options: Any) -> GenerationCall:
 class Connection:
     """One HTTP connection, message by message: sees each write when it is made, and can hang up."""
 
-    def __init__(self, app: Any, path: str, body: Mapping[str, object] | bytes, method: str = "POST") -> None:
+    def __init__(
+        self, app: Any, path: str, body: Mapping[str, object] | bytes, method: str = "POST", *, is_whole: bool = True
+    ) -> None:
+        """`is_whole`: whether `body` is all of it; otherwise the rest never comes."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.sent: asyncio.Queue[Message] = asyncio.Queue()
         self._hung_up = asyncio.Event()
-        self._inbox: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+        self._inbox: list[Message] = [{"type": "http.request", "body": raw, "more_body": not is_whole}]
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},

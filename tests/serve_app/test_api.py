@@ -1,6 +1,7 @@
 """The endpoints: what a client gets, streamed and whole, and what happens when it goes away."""
 
 import asyncio
+import logging
 from typing import Any
 
 import openai
@@ -352,6 +353,23 @@ def test_a_fault_of_our_own_shows_the_request_id_and_nothing_else(caplog: pytest
 
     run(test)
     assert "secret inner detail" in caplog.text
+
+
+@pytest.mark.parametrize("prompts", ["a", ["a", "b"]])
+def test_the_user_is_logged_once_with_the_request_id(prompts: object, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serve_app")
+    user = "alice\nrequest x is of the user 'bob'" + "." * 100
+
+    async def test() -> None:
+        async with running() as h:
+            body = {"model": "fake", "prompt": prompts, "max_tokens": 1, "user": user}
+            answer = await h.post("/v1/completions", body, headers={"x-request-id": "ticket-7"})
+            assert answer.status_code == 200
+
+    run(test)
+    (line,) = [record.getMessage() for record in caplog.records if "of the user" in record.getMessage()]
+    assert line == f"request ticket-7 is of the user {user!r}"[: len("request ticket-7 is of the user ") + 64]
+    assert "\\n" in line
 
 
 def test_request_ids_are_kept_or_made() -> None:
