@@ -12,7 +12,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from engine.errors import EngineError, InvalidRequestError
+from engine.errors import DrainingError, EngineError, InvalidRequestError
 from engine.request import AdaptiveWindow
 from serve_app.auth import Authenticator
 from serve_app.backend import Backend
@@ -82,6 +82,7 @@ class Api:
         self._model = config.model.name
         self._adaptive = config.model.adaptive_window
         self._started_at = int(time.time())
+        self._draining = False
         self.metrics = Metrics()
         self.app = self._build_app(returns_request_id)
 
@@ -108,7 +109,11 @@ class Api:
         request.state.tenant = self._authenticator.tenant_of(request.headers.get("authorization"))
 
     async def drain(self) -> None:
-        """Refuses new requests and returns when those that run have ended."""
+        """Refuses new requests and returns when those that run have ended.
+
+        A replica that starts later, in the place of one that died, knows of no drain: it gets none, either.
+        """
+        self._draining = True
         await self._backend.drain()
 
     # ---- generation ----
@@ -176,9 +181,14 @@ class Api:
     def _generate(
         self, call: GenerationCall, shape: ChatShape | CompletionShape, parsed: GenerationRequest, arrived_at: float
     ) -> Response:
+        self._check_not_draining()
         options = parsed.stream_options
         mode = StreamMode(options is not None and options.include_usage) if parsed.stream else None
         return GenerationResponse(self._backend, call, shape, self.metrics, stream=mode, arrived_at=arrived_at)
+
+    def _check_not_draining(self) -> None:
+        if self._draining:
+            raise DrainingError("the server is shutting down and takes no new requests")
 
     # ---- the rest ----
 
@@ -215,6 +225,7 @@ class Api:
 
     async def ready(self) -> Response:
         """GET /ready: a replica is warm and takes requests; 503 otherwise."""
+        self._check_not_draining()
         info = await self._backend.info()
         return JSONResponse({"status": "ready", "model": self._model, "max_model_len": info.max_model_len})
 

@@ -1,6 +1,7 @@
 """The deployment that speaks HTTP, and its way to the engine replicas."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import TypeVar, cast
@@ -21,6 +22,8 @@ from serve_app.console import configure_logging, say, told_on_failure
 from serve_app.errors import NotReadyError
 from serve_app.factories import TextFactory
 from serve_app.generation import Delta, GenerationCall
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -78,8 +81,14 @@ class HandleBackend:
         return dict(await _answer(self._handle.broadcast("stats").results_async()))
 
     async def drain(self) -> None:
-        """See `Backend`."""
-        await self._handle.broadcast("drain").results_async()
+        """See `Backend`. A replica that dies, or of which there is none, has nothing more to end: it is logged."""
+        try:
+            outcomes = await self._handle.broadcast("drain").results_async(return_exceptions=True)
+        except (RayError, RayServeException) as error:
+            outcomes = [error]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                logger.warning("a replica did not drain to its end: %s: %s", type(outcome).__name__, outcome)
 
 
 async def _until_silent(response: AsyncIterator[Item]) -> AsyncGenerator[Item, None]:

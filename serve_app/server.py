@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, TracebackType
 
 import ray
@@ -13,6 +14,8 @@ from serve_app.app import build_app
 from serve_app.config import ServeFile
 from serve_app.console import say
 from serve_app.factories import EngineFactory, TextFactory, build_engine_lazily, build_text_lazily
+
+logger = logging.getLogger(__name__)
 
 
 class Server:
@@ -70,13 +73,30 @@ class Server:
         serve.run(app, name=application.name, route_prefix=application.route_prefix)
 
     def drain(self) -> None:
-        """Refuses new requests (503) and returns when those that run have ended, or their time is up."""
+        """Refuses new requests (503) and returns when those that run have ended, or their time is up.
+
+        What else goes wrong is logged. Raises what a signal's handler does.
+        """
         timeout_s = self._file.application.args.serving.graceful_shutdown_s
-        ingress = serve.get_app_handle(self._file.application.name)
+        # Not on this thread: Ray would take the exception of a signal's handler for a process's answer.
+        executor = ThreadPoolExecutor(max_workers=1)
         try:
-            ingress.broadcast("drain").results(timeout_s=timeout_s)
-        except TimeoutError:
+            outcomes = executor.submit(self._drain, timeout_s).result()
+        finally:
+            executor.shutdown(wait=False)
+        if any(isinstance(outcome, TimeoutError) for outcome in outcomes):
             say(f"requests still run after {timeout_s:g} s; they are cancelled")
+        for outcome in outcomes:
+            if isinstance(outcome, Exception) and not isinstance(outcome, TimeoutError):
+                logger.warning("an ingress process did not drain to its end: %s: %s", type(outcome).__name__, outcome)
+
+    def _drain(self, timeout_s: float) -> list[object]:
+        """What came of it at each ingress process: None, or an exception."""
+        try:
+            ingress = serve.get_app_handle(self._file.application.name)
+            return ingress.broadcast("drain").results(timeout_s=timeout_s, return_exceptions=True)
+        except Exception as error:
+            return [error]
 
 
 def serve_until_stopped(server: Server) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from typing import Any
+from unittest.mock import AsyncMock
 
 import openai
 import pytest
@@ -332,6 +333,27 @@ def test_draining_refuses_with_a_503_and_finishes_what_runs() -> None:
             await drained
             assert (await held.sent.get())["status"] == 200
             await held.task
+
+    run(test)
+
+
+def test_a_replica_that_knows_of_no_drain_gets_nothing_new() -> None:
+    async def test() -> None:
+        async with running() as h:
+            drained = AsyncMock()
+            h.serving.drain = drained  # type: ignore[method-assign]
+            assert (await h.get("/ready")).status_code == 200
+            await h.api.drain()
+            drained.assert_awaited_once()
+            chat = {"model": "fake", "messages": CHAT}
+            for path, body in (("completions", {"model": "fake", "prompt": "a"}), ("chat/completions", chat)):
+                for streamed in (True, False):
+                    answer = await h.post(f"/v1/{path}", {**body, "stream": streamed})
+                    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
+                    assert int(answer.headers["retry-after"]) >= 1
+            assert h.engine.requests == []
+            assert (await h.get("/ready")).status_code == 503
+            assert (await h.get("/health")).status_code == 200
 
     run(test)
 

@@ -1,4 +1,4 @@
-"""What an ingress does with a replica that gives no sign of life any more."""
+"""What an ingress does with a replica that gives no sign of life any more, or that is not there to be drained."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,6 +57,43 @@ def test_a_replica_that_falls_silent_is_an_error_and_its_call_is_given_up(monkey
         assert response.cancelled
 
     run(test)
+
+
+class Broadcast:
+    """A call of every replica: what comes of it at each, or an error of the call itself."""
+
+    def __init__(self, outcomes: list[object], error: Exception | None = None) -> None:
+        self._outcomes = outcomes
+        self._error = error
+
+    async def results_async(self, *, return_exceptions: bool = False) -> list[object]:
+        """As Ray's."""
+        if self._error is not None:
+            raise self._error
+        for outcome in self._outcomes:
+            if isinstance(outcome, Exception) and not return_exceptions:
+                raise outcome
+        return self._outcomes
+
+
+@pytest.mark.parametrize("how", ["died", "missing", "no cluster"])
+def test_a_replica_that_cannot_be_drained_is_logged(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    from ray.exceptions import ActorDiedError, RaySystemError
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from serve_app.ingress import HandleBackend
+
+    broadcast = {
+        "died": Broadcast([ActorDiedError(), None]),
+        "missing": Broadcast([], DeploymentUnavailableError(DeploymentID("Replica", "llm"))),
+        "no cluster": Broadcast([], RaySystemError("gone")),
+    }[how]
+    handle: Any = SimpleNamespace(options=lambda **options: None, broadcast=lambda name: broadcast)
+    run(HandleBackend(handle).drain)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "a replica did not drain to its end: " in record.getMessage()
 
 
 def test_a_call_that_waits_for_a_replica_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
