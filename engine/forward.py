@@ -23,7 +23,7 @@ from engine.kv_cache import BLOCK_LEN, BatchLayout, KVCache, copy_pages
 from engine.models.decoder import Decoder, Params
 from engine.packing import BatchShape, PackedCopies, PackedRows, pack_rows, unpack
 from engine.sampling import Sampled, sample
-from engine.sharding import DATA
+from engine.sharding import DATA, MODEL
 
 AbstractParams = dict[str, dict[str, jax.ShapeDtypeStruct]]
 """Shape, dtype and sharding of every parameter, to compile without any."""
@@ -66,9 +66,7 @@ def prefill_step(
     last = jnp.maximum(column["num_tokens"] - 1, 0)
     by_row = hidden.reshape(-1, batch, num_tokens)
     last_hidden = jnp.take_along_axis(by_row, last[None, :, None], axis=2)[:, :, 0]
-    sampled = sample(
-        _apart(decoder, decoder.logits(params, last_hidden)), rows.sampling(end, column["wants_logprobs"] > 0)
-    )
+    sampled = sample(_logits(decoder, params, last_hidden), rows.sampling(end, column["wants_logprobs"] > 0))
     logits = decoder.logits(params, hidden) if all_logits else None
     output = StepOutput(jax.tree.map(lambda a: a[None], sampled), jnp.ones(batch, jnp.int32))
     return DeviceState(cache, _keep_last(state, column, sampled.tokens)), output, logits
@@ -101,7 +99,7 @@ def decode_steps(
         end = carry.position + 1
         num_blocks = _num_blocks(jnp.where(active, end, 0)) if max_blocks is None else max_blocks
         hidden, cache = decoder.hidden(params, carry.cache, carry.tokens[:, None], layout, num_blocks)
-        logits = _apart(decoder, decoder.logits(params, hidden))
+        logits = _logits(decoder, params, hidden)
         sampled = sample(logits, rows.sampling(end, active & (column["wants_logprobs"] > 0)))
         goes_on = active & ~rows.ends(sampled.tokens, decoder.config.eos_token_ids)
         after = _Decode(
@@ -154,6 +152,15 @@ def _apart(decoder: Decoder, tree: T) -> T:
     return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, everywhere), tree)
 
 
+def _logits(decoder: Decoder, params: Params, hidden: Float[Array, "D B"]) -> Float[Array, "V B"]:
+    """Logits to sample from, set apart."""
+    logits = decoder.logits(params, hidden)
+    if compiler_options(decoder.mesh) and logits.shape[0] % decoder.mesh.shape[MODEL] == 0:
+        # Without this the weights are gathered instead of the logits.
+        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(decoder.mesh, P(MODEL, DATA)))
+    return _apart(decoder, logits)
+
+
 def _num_blocks(end: Int[Array, " B"]) -> Int[Array, ""]:
     return (jnp.max(end) + BLOCK_LEN - 1) // BLOCK_LEN
 
@@ -202,7 +209,7 @@ def mixed_step(
         lambda *a: _by_shard(decoder, *a),
         *(r.sampling(end, r.column["wants_logprobs"] > 0) for r, end in zip((chunk, rows), ends, strict=True)),
     )
-    sampled = sample(_apart(decoder, decoder.logits(params, both)), sampling)
+    sampled = sample(_logits(decoder, params, both), sampling)
     parts = [_of_shards(decoder, sampled, which, num_chunks, tokens.shape[0]) for which in (0, 1)]
     outputs = [
         StepOutput(jax.tree.map(lambda a: a[None], part), jnp.ones(part.tokens.shape[0], jnp.int32)) for part in parts

@@ -35,7 +35,7 @@ class AdaptiveWindowSection(StrictModel):
     """What `"window": "adaptive"` of a request means: min(most, max(least, length // divisor)) positions."""
 
     least: Positive = Field(default=64, description="Smallest window of a request that asks for an adaptive one.")
-    divisor: Positive = Field(default=2, description="Beyond it, the window is the context length over this.")
+    divisor: int = Field(default=2, ge=1, lt=2**30, description="Beyond it, a window is the length over this.")
     most: int = Field(default=256, ge=1, lt=2**30, description="Largest adaptive window.")
 
     @model_validator(mode="after")

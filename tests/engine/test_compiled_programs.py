@@ -1,9 +1,14 @@
 """No weight and no cache is copied in a step: read from the programs themselves."""
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
+
+from engine.config import EngineConfig
+
+from .tiny_models import WIDE, make_engine, random_params
 
 MOVED = re.compile(r" = f32\[([\d,]+)\]\S* (copy|copy-start|transpose)\(")
 
@@ -61,3 +66,19 @@ def test_each_device_holds_its_share_of_the_cache(sharded_engine):
     state, shardings = compiled.args_info[0][1], compiled.input_shardings[0][1]
     local = sum(4 * int(np.prod(s)) for s in local_shapes(state.cache, shardings.cache))
     assert local * 8 == runner.memory_bytes()["cache"]
+
+
+def test_between_processes_of_cpus_logits_are_gathered_and_no_weight(monkeypatch):
+    monkeypatch.setattr(
+        "engine.forward.compiler_options", lambda mesh: {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    )
+    model = replace(WIDE, vocab_size=56)
+    config = EngineConfig(num_slots=2, prefill_buckets=(16,), max_model_len=32, batch_invariant=True)
+    engine = make_engine(model, random_params(model), config, (1, 8))
+    engine.warm_up()
+    weights = {unordered(a.shape) for a in jax.tree.leaves(engine.runner.params) if a.ndim > 1}
+    for name, compiled in engine.runner.compiled_programs.items():
+        shapes = re.findall(r" = f32\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
+        gathered = {unordered(map(int, shape.split(","))) for shape in shapes}
+        assert not gathered & weights, name
+        assert unordered((56, 1 if name.startswith("prefill") else config.num_slots)) in gathered, name
