@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=64, help="clients: tokens of each answer (default: 64)")
     add("--rounds", type=int, default=2, help="clients: times on one server; memory grows in the first (default: 2)")
     add("--slots", type=int, default=64, help="clients: requests that the engine runs at once (default: 64)")
-    add("--hold-s", type=float, default=10.0, help="clients: seconds that all are held (default: 10)")
+    add("--hold-s", type=float, default=30.0, help="clients: seconds that all are held (default: 30)")
     add("--timeout-s", type=float, default=900.0, help="clients: longest life of a stream (default: 900)")
     add("--tiny-model", default=_TINY_MODEL, help="the model of clients (default: %(default)s)")
     add("--tiny-tokenizer", default=_TINY_TOKENIZER, help="for models without one (default: %(default)s)")
