@@ -1,7 +1,8 @@
 """Real-time chunking: what sampling several tokens in one call is worth, and what it costs.
 
 Two models with random weights: one of Pi05's size, and one so small that a step is mostly dispatch. Each chunk length
-gets an engine of its own, whose chunks grow up to it once nothing waits. Its tokens must be those of single steps, so perplexity is there to show that nothing moved.
+gets an engine of its own, whose chunks grow up to it once nothing waits. Its tokens must be those of single steps, so
+perplexity is there to show that nothing moved.
 """
 
 import argparse
