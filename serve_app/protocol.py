@@ -265,6 +265,9 @@ class DetokenizeRequest(StrictModel):
 
 RequestT = TypeVar("RequestT", bound=StrictModel)
 
+_SHOWN_LEN = 80
+"""Characters of a client's own words that an error repeats at most."""
+
 _UNSUPPORTED: dict[type[StrictModel], dict[str, tuple[Any, ...]]] = {
     CompletionRequest: UNSUPPORTED_COMPLETION,
     ChatCompletionRequest: UNSUPPORTED_CHAT,
@@ -294,7 +297,7 @@ def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
-            raise ValueError(f"the key {name!r:.80} is there twice")
+            raise ValueError(f"the key {name[:_SHOWN_LEN]!r} is there twice")
         content[name] = value
     return content
 
@@ -308,8 +311,8 @@ def parse_request(model: type[RequestT], body: bytes) -> RequestT:
         if name in known:
             continue
         if name not in unsupported:
-            hint = suggestion(name, [*known, *unsupported])
-            raise InvalidRequestError(f"{name} is no parameter of this API{hint}", name)
+            hint = suggestion(name[:_SHOWN_LEN], [*known, *unsupported])
+            raise InvalidRequestError(f"{name[:_SHOWN_LEN]} is no parameter of this API{hint}", name[:_SHOWN_LEN])
         if not is_neutral(value, unsupported[name]):
             raise UnsupportedParameterError(f"{name} is not supported by this server", name)
     # The official clients send null for "not given".

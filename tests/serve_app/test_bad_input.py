@@ -113,6 +113,11 @@ def test_parameters(path: str, name: str, value: object, message: str) -> None:
     check(path, json.dumps({**VALID[path], name: value}).encode(), status, message, param)
 
 
+def test_an_unknown_name_is_repeated_in_part() -> None:
+    body = json.dumps({**VALID[COMPLETIONS], "z" * 5000: 1}).encode()
+    check(COMPLETIONS, body, 400, f"{'z' * 80} is no parameter", "z" * 80)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
