@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import json
 import threading
 import tracemalloc
@@ -335,6 +336,7 @@ def test_the_host_holds_one_tensor_for_each_thread(tmp_path, num_threads):
     abstract = int8_tree(load_config(path), 1, 4)
     load(path, abstract, 2)  # compiles
     del tensors
+    gc.collect()
     tracemalloc.start()
     try:
         load(path, abstract, 2, num_threads=num_threads)
@@ -342,7 +344,8 @@ def test_the_host_holds_one_tensor_for_each_thread(tmp_path, num_threads):
     finally:
         tracemalloc.stop()
     assert total > 15 * largest
-    assert peak < (num_threads + 0.7) * largest
+    # The rest is all that Python holds beside them, in whatever process runs this; one tensor more would be seen.
+    assert peak < (num_threads + 0.95) * largest
 
 
 @pytest.mark.slow
