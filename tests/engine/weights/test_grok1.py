@@ -328,7 +328,8 @@ def test_each_device_reads_its_part_only(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_host_holds_one_tensor_for_each_thread(tmp_path, num_threads):
-    config = CONFIG | {"emb": 256, "widen": 6, "layers": 6}
+    # Tensors of 8 MiB, beside which what else Python holds is little.
+    config = CONFIG | {"emb": 512, "widen": 6, "layers": 6}
     tensors = make_tensors(config=config)
     path = write_grok1(tmp_path, tensors, config)
     largest = max(t.weight.nbytes for t in tensors.values() if isinstance(t, QuantizedWeight8bit))
@@ -344,8 +345,7 @@ def test_the_host_holds_one_tensor_for_each_thread(tmp_path, num_threads):
     finally:
         tracemalloc.stop()
     assert total > 15 * largest
-    # The rest is all that Python holds beside them, in whatever process runs this; one tensor more would be seen.
-    assert peak < (num_threads + 0.95) * largest
+    assert peak < (num_threads + 0.7) * largest
 
 
 @pytest.mark.slow
