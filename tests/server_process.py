@@ -16,6 +16,19 @@ import httpx
 ROOT = Path(__file__).parents[1]
 
 
+def until(condition: Callable[[], bool], what: Callable[[], str], limit_s: float) -> None:
+    """Returns once `condition` holds; a failed connection is a no. `what`: the report if it never does."""
+    give_up_at = time.monotonic() + limit_s
+    while True:
+        try:
+            if condition():
+                return
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < give_up_at, what()
+        time.sleep(0.1)
+
+
 class ServerProcess:
     """`python -m MODULE PORT TEMP_DIR` from the root of the checkout."""
 
@@ -53,16 +66,12 @@ class ServerProcess:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Returns once `condition` holds; a failed connection is a no."""
-        give_up_at = time.monotonic() + self._limit_s
-        while True:
-            try:
-                if condition():
-                    return
-            except httpx.TransportError:
-                pass
+
+        def holds() -> bool:
             assert self.process.poll() is None, self.output
-            assert time.monotonic() < give_up_at, self.output
-            time.sleep(0.1)
+            return condition()
+
+        until(holds, lambda: self.output, self._limit_s)
 
     def stop(self) -> int:
         """SIGTERM; the exit status."""

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
+
+from tests import server_process
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -38,16 +39,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def until(condition: Callable[[], bool], what: Callable[[], str], limit_s: float = LIMIT_S) -> None:
-    """Returns once `condition` holds; a failed connection is a no. `what`: the report if it never does."""
-    give_up_at = time.monotonic() + limit_s
-    while True:
-        try:
-            if condition():
-                return
-        except httpx.TransportError:
-            pass
-        assert time.monotonic() < give_up_at, what()
-        time.sleep(0.1)
+    """As `tests.server_process.until`, with a limit for whole clusters."""
+    server_process.until(condition, what, limit_s)
 
 
 class RayCluster:
