@@ -1,5 +1,6 @@
 """Loads the parameters of an opened checkpoint, several at a time."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +89,10 @@ class Loader:
                 scale = new_scale if scale is None else write(scale, new_scale, index)
             # Dispatch is asynchronous: without waiting, tensors that are still being copied would pile up on the host.
             jax.block_until_ready((values, scale))
+            # They may be the host's own memory, and would stay beside the next piece; jax lets go of host arrays when
+            # Python collects garbage.
+            del new_values, new_scale
+            gc.collect(0)
             done(piece)
         assert values is not None
         if place_piece.figures and report is not None:
